@@ -362,27 +362,30 @@ class TQWorkerMixin:
         meta: KVBatchMeta,
         fields: dict[str, torch.Tensor],
         *,
+        dp_aligned_seq_len: bool = True,
         tokens: Tokens | None = None,
         inner: Inner | None = None,
     ) -> None:
         """Store new columns of the meta's samples on the leader. On other ranks, do nothing without a part.
 
         Per-token tensors `[N, S, ...]` are cut to the samples' lengths and stored as jagged. These are all tensors
-        whose S is the pad length of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. A
-        `FieldSpec("dense")` of the partition takes precedence. TypeError for values other than tensors. ValueError for
-        another number of rows or rows narrower than their sample; it names the field and its shape. `StaleSampleError`
-        (a KeyError) if a sample was cleared since the meta was made; then no column is stored.
+        whose S is that of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. A `FieldSpec("dense")` of
+        the partition takes precedence. dp_aligned_seq_len: as in the `_fetch` of the batch. TypeError for values other
+        than tensors. ValueError for another number of rows or rows narrower than their sample; it names the field and
+        its shape. `StaleSampleError` (a KeyError) if a sample was cleared since the meta was made; then no column is
+        stored.
 
         tokens, inner: the part of the rows that `fields` has, as in `_fetch`. If one is given, all siblings call this,
-        each with its part; they send the parts to the leader, which stores the joined rows in one put. With `tokens`,
-        all columns but `[N]` are per-token and have the widths of the batch that `_fetch` returned (nested ones the
-        lengths); padding is dropped. A rank may pass any columns, also none. Columns that several ranks have whole, or
+        each with its part; they send the parts to the leader, which stores the joined rows in one put. `tokens` needs
+        the meta's `sequence_lengths`; all columns but `[N]` are then per-token and have the widths of the batch that
+        `_fetch` returned (nested ones the lengths); padding is dropped. A rank may pass any columns, also none, but
+        must pass `tokens` or `inner`: otherwise its siblings wait for it. Columns that several ranks have whole, or
         with equal `tokens` and `inner`, must have equal values: one of them is stored. ValueError, naming the field and
         the sample, if the parts do not cover whole rows, or overlap without being equal. Slices must have bounds of at
         least 0; a sliced dimension ends where the last slice does. The leader holds the joined rows and one part at a
         time. Blocks for siblings up to `fetch_timeout_s`; if one rank fails, all raise (see `ReplicaGroup.write_back`).
         """
-        self._store(meta, lambda: fields, tokens, inner)
+        self._store(meta, lambda: fields, dp_aligned_seq_len, tokens, inner)
 
     def _write_back_result_field(
         self,
@@ -391,21 +394,25 @@ class TQWorkerMixin:
         *,
         result_key: str,
         tq_field: str,
+        dp_aligned_seq_len: bool = True,
         tokens: Tokens | None = None,
         inner: Inner | None = None,
     ) -> None:
         """Store `result[result_key]` of a worker method as column `tq_field`, as `_write_back` does.
 
-        Raises the errors of `_write_back`. TypeError if `result` is not a mapping or the value is not a tensor.
-        KeyError if it lacks `result_key`. ValueError for log-probs without a token dimension. Each error names the key,
-        the type and the shapes.
+        With `tokens` or `inner`, a rank that has none of the result passes `{}`. Raises the errors of `_write_back`.
+        TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks `result_key`.
+        ValueError for log-probs without a token dimension. Each error names the key, the type and the shapes.
         """
-        self._store(meta, lambda: result_field(meta, result, result_key, tq_field), tokens, inner)
+        in_parts = tokens is not None or inner is not None
+        fields = partial(result_field, meta, result, result_key, tq_field, in_parts=in_parts)
+        self._store(meta, fields, dp_aligned_seq_len, tokens, inner)
 
     def _store(
         self,
         meta: KVBatchMeta,
         fields: Callable[[], Mapping[str, torch.Tensor]],
+        dp_aligned_seq_len: bool,
         tokens: Tokens | None,
         inner: Inner | None,
     ) -> None:
@@ -415,16 +422,11 @@ class TQWorkerMixin:
             leads=self._is_replica_leader,
             meta=meta,
             fields=fields,
-            pad_length=lambda: self._forward_pad_seqlen(meta),
+            pad_length=lambda: self._forward_pad_seqlen(meta) if dp_aligned_seq_len else 0,
             tokens=tokens,
             inner=inner,
         )
-        whole = tokens is None and inner is None
-        replicas = None if whole else self._current_replica_group()
-        if replicas is not None:
-            write_back.through(replicas)
-        elif self._is_replica_leader():
-            write_back.whole() if whole else write_back.alone()
+        write_back.store(self._current_replica_group)
 
     # --- entrypoints --------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from dataplane import BatchedDataDict, ContextParallel, DataPlaneClient, KVBatchMeta, materialize
-from dataplane.core.schema import Layout
+from dataplane.core.schema import GLOBAL_FORWARD_PAD_SEQLEN, Layout
 from dataplane.data.row_parts import Inner, RowParts, Tokens, row_parts
+from dataplane.errors import InvalidRequestError
 from workers.training.replica_fetch import FetchedPart
 
 
@@ -72,18 +73,31 @@ class RowFetch:
         return self.client().get_batch(self.meta, layout="jagged", device=self.device, **arguments(wanted))
 
     def _cut(self) -> Tokens | None:
-        return cut_like_fetched(self.tokens, self.layout, self.pad_length)
+        return cut_like_fetched(self.tokens, self.layout, self.pad_length, self.meta)
 
     def _parts(self) -> RowParts | None:
         """Return this rank's part; None: whole rows."""
         return row_parts(self._cut(), self.inner, self.meta.size, self.meta.fields or ())
 
 
-def cut_like_fetched(tokens: Tokens | None, layout: Layout, pad_length: Callable[[], int]) -> Tokens | None:
-    """Return the token ranges of a batch of this layout: a context-parallel rank cuts padded rows at the pad length."""
-    if isinstance(tokens, ContextParallel) and not tokens.pad_to and layout == "padded":
-        return replace(tokens, pad_to=pad_length())
-    return tokens
+def cut_like_fetched(
+    tokens: Tokens | None, layout: Layout, pad_length: Callable[[], int], meta: KVBatchMeta
+) -> Tokens | None:
+    """Return the token ranges of a batch of this layout: a context-parallel rank cuts padded rows at the pad length.
+    InvalidRequestError if the pad length that the driver has set does not fit."""
+    if not isinstance(tokens, ContextParallel) or tokens.pad_to or layout != "padded":
+        return tokens
+    length = pad_length()
+    try:
+        cut = replace(tokens, pad_to=length)
+        cut.ranges(np.array(meta.sequence_lengths or [], np.int64))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"{GLOBAL_FORWARD_PAD_SEQLEN}={length}, which the driver has set in the meta, cannot be the pad_to of "
+            f"{tokens}: {error}. Let the driver set a larger one or round it up (pad_to_multiple), or pass a pad_to, "
+            "or dp_aligned_seq_len=False"
+        ) from error
+    return cut
 
 
 class _Wanted(msgspec.Struct, frozen=True, array_like=True):

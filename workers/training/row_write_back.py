@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from dataplane import DataPlaneClient, KVBatchMeta, write_columns
-from dataplane.core.schema import PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_ALIGNED_FIELDS
+from dataplane.core.schema import INPUT_LENGTHS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_ALIGNED_FIELDS
+from dataplane.data.columns import require_fields
 from dataplane.data.jagged import pack_jagged_fields, padded_width
+from dataplane.data.object_codec import describe_tensor, plain_tensor
 from dataplane.data.row_parts import Inner, RowParts, Tokens, row_parts
 from dataplane.data.tensor_memory import DTYPE_NAMES
 from dataplane.errors import InvalidRequestError
@@ -26,8 +28,8 @@ from workers.training.scatter import Transfer
 @dataclass(frozen=True, kw_only=True)
 class RowWriteBack:
     """A write-back of columns of the samples of `meta`. client, leads, fields and pad_length are called when needed,
-    because their errors are then raised on all siblings. pad_length: of the batch, 0 if the driver set none. tokens,
-    inner: the part of the rows that the fields have, see `DataPlaneClient.get_batch`."""
+    because their errors are then raised on all siblings. pad_length: of the batch, 0 for this rank's longest row.
+    tokens, inner: the part of the rows that the fields have, see `DataPlaneClient.get_batch`."""
 
     client: Callable[[], DataPlaneClient]
     leads: Callable[[], bool]
@@ -37,20 +39,31 @@ class RowWriteBack:
     tokens: Tokens | None
     inner: Inner | None
 
-    def whole(self) -> None:
-        """Store whole rows."""
+    def store(self, replicas: Callable[[], ReplicaGroup | None]) -> None:
+        """Store whole rows on the leader. Without whole rows, store those that the parts of all ranks of the replica
+        group cover, or without a group, those that the parts of this rank cover."""
+        group = replicas() if self.in_parts else None
+        if group is not None:
+            self._through(group)
+        elif self.leads():
+            self._alone() if self.in_parts else self._whole()
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the fields have parts of rows."""
+        return self.tokens is not None or self.inner is not None
+
+    def _whole(self) -> None:
         fields = self._checked_fields()
         write_columns(self.client(), self.meta, fields, token_aligned_fields=self._per_token(fields))
 
-    def alone(self) -> None:
-        """Store rows that the parts of this rank cover."""
+    def _alone(self) -> None:
         join = _Join(self)
         for transfer in join.plan(0, [join.describe()]):
             transfer.place(transfer.piece())
         join.put()
 
-    def through(self, replicas: ReplicaGroup) -> None:
-        """Store rows that the parts of all ranks of a replica group cover. All ranks call this."""
+    def _through(self, replicas: ReplicaGroup) -> None:
         join = _Join(self)
         part = FetchedPart(leads=self.leads, digest=self._digest, wanted=join.describe)
         replicas.write_back(part, join.plan, join.put)
@@ -58,7 +71,8 @@ class RowWriteBack:
     def own_parts(self) -> Iterator[tuple[FieldPart, torch.Tensor]]:
         """Yield the description and the values `[elements, *inner]` of this rank's part of each field."""
         fields = self._checked_fields()
-        row_parts(self.tokens, self.inner, self.meta.size, fields)  # for its errors
+        names = fields or self.inner or ()  # a rank without results can pass the slices of the other ranks' fields
+        row_parts(self.tokens, self.inner, self.meta.size, names)  # for its errors
         per_token = self._per_token(fields)
         for name, value in fields.items():
             value = value.detach()
@@ -67,18 +81,20 @@ class RowWriteBack:
                 rows, value = self._ranges(name, value)
             else:
                 rows = row_parts(None, self._slices(name), self.meta.size, [name])
-                if name in per_token and not value.is_nested and value.dim() > 1 and self.meta.sequence_lengths:
-                    value = pack_jagged_fields(
-                        {name: value}, lengths=self.meta.sequence_lengths, token_aligned_fields=[name]
-                    )[name]
+                lengths = self._lengths
+                if name in per_token and not value.is_nested and value.dim() > 1 and lengths is not None:
+                    value = pack_jagged_fields({name: value}, lengths=lengths, token_aligned_fields=[name])[name]
             yield self._described(name, value, rows)
 
     def _ranges(self, name: str, value: torch.Tensor) -> tuple[RowParts, torch.Tensor]:
         """Return this rank's part of a per-token field and its values as a jagged tensor."""
-        whole = self.meta.sequence_lengths
+        whole = self._lengths
         if whole is None:
-            raise InvalidRequestError(f"write-back of {name!r}: tokens need a meta with sequence_lengths")
-        tokens = cut_like_fetched(self.tokens, "jagged" if value.is_nested else "padded", self.pad_length)
+            raise InvalidRequestError(
+                f"write-back of {name!r}: tokens= needs the lengths of the samples, but the meta has no "
+                f"sequence_lengths: set them, or put the samples with the tag {INPUT_LENGTHS!r}"
+            )
+        tokens = cut_like_fetched(self.tokens, "jagged" if value.is_nested else "padded", self.pad_length, self.meta)
         rows = row_parts(tokens, self._slices(name), self.meta.size, [name])
         assert rows is not None
         lengths = rows.lengths(whole)
@@ -87,14 +103,16 @@ class RowWriteBack:
             for sample, wanted, got in zip(self.meta.sample_ids, lengths, given, strict=True):
                 if wanted != got:
                     raise InvalidRequestError(
-                        f"write-back of {name!r}: the part of sample {sample!r} has {wanted} tokens, got a row of {got}"
+                        f"write-back of {name!r}: the part of sample {sample!r} has {wanted} tokens, got a row of "
+                        f"{got} (nested columns are cut as in a fetch of layout 'jagged')"
                     )
             return rows, value
         width = padded_width(np.array(lengths), rows.width)
         if value.size(1) != width:
             raise InvalidRequestError(
                 f"write-back of {name!r}: the parts of {len(lengths)} samples are padded to {width} tokens, got shape "
-                f"{list(value.shape)}; store columns that are not per-token, such as dense ones, without tokens"
+                f"{list(value.shape)}; pass tokens and dp_aligned_seq_len as in the fetch, and store columns that are "
+                "not per-token, such as dense ones, without tokens"
             )
         return rows, pack_jagged_fields({name: value}, lengths=lengths, token_aligned_fields=[name])[name]
 
@@ -106,7 +124,7 @@ class RowWriteBack:
             ranged = rows is not None and rows.ranges is not None
             lengths = b"" if ranged or counts.tolist() == self.meta.sequence_lengths else counts.numpy().tobytes()
         inner = tuple(values.shape[1:])
-        if value.dtype not in DTYPE_NAMES:
+        if value.dtype not in DTYPE_NAMES:  # of a nested tensor, see `_checked_fields`
             raise TypeError(f"write-back of {name!r}: values of {value.dtype} cannot be stored")
         slices = () if rows is None else rows.slices.get(name, ())
         if len(slices) > len(inner) or any(min(each.start or 0, each.stop or 0) < 0 for each in slices):
@@ -116,15 +134,24 @@ class RowWriteBack:
             )
         return FieldPart(name, encoded(rows), DTYPE_NAMES[value.dtype], inner, lengths), values
 
+    @property
+    def _lengths(self) -> list[int] | None:
+        """The tokens of each sample; None if they are not known."""
+        return self.meta.sequence_lengths if self.meta.size else []
+
     def _slices(self, name: str) -> Inner:
         return {name: self.inner[name]} if self.inner and name in self.inner else {}
 
     def _checked_fields(self) -> Mapping[str, torch.Tensor]:
-        """Return the fields. TypeError for values other than tensors, ValueError for another number of rows."""
+        """Return the fields. TypeError for values other than ordinary tensors, ValueError for another number of
+        rows. Errors of `require_fields`."""
         fields, samples = self.fields(), self.meta.size
+        require_fields(fields)
         for name, value in fields.items():
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"write-back of {name!r}: expected a tensor, got {type(value).__name__}")
+            if value.is_meta or (not value.is_nested and plain_tensor(value) is None):
+                raise TypeError(f"write-back of {name!r}: {describe_tensor(value)} cannot be stored")
             if value.dim() == 0 or value.size(0) != samples:
                 got = f"{value.size(0)} nested rows" if value.is_nested else f"shape {list(value.shape)}"
                 raise ValueError(
@@ -186,14 +213,19 @@ class _Join:
         field.place(self._values[field.name], placed, data)
 
 
-def result_field(meta: KVBatchMeta, result: Any, result_key: str, tq_field: str) -> dict[str, torch.Tensor]:
-    """Return `result[result_key]` of a worker method as the field `tq_field`.
+def result_field(
+    meta: KVBatchMeta, result: Any, result_key: str, tq_field: str, *, in_parts: bool
+) -> dict[str, torch.Tensor]:
+    """Return `result[result_key]` of a worker method as the field `tq_field`. in_parts: `result` can be empty, on a
+    rank that has none of the result; then return no field.
 
     TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks `result_key`. ValueError
     for log-probs without a token dimension. Each error names the key, the type and the shapes.
     """
     if not isinstance(result, Mapping):
         raise TypeError(f"the method must return a mapping with {result_key!r}, got {type(result).__name__}")
+    if in_parts and not result:
+        return {}
     if result_key not in result:
         raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
     value = result[result_key]

@@ -20,6 +20,7 @@ def partition(client: DataPlaneClient) -> Iterator[str]:
     fields = {
         **dict.fromkeys(["input_ids", "generation_logprobs", "token_mask", "routed_experts"]),
         "fp8": FieldSpec("jagged"),
+        "declared": FieldSpec("jagged", "float32", (6,)),
         "prev_logprobs": None,
         "reference_policy_logprobs": None,
     }

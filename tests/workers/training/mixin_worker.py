@@ -143,6 +143,27 @@ def worker_on(rank: int, layout: str, address: str) -> Worker:
     return worker
 
 
+def counted_puts(worker: Worker) -> list[Any]:
+    """Return a list to which each successful put of the worker adds an entry."""
+    client, puts = worker._require_dp_client(), list[Any]()
+    put_samples = client.put_samples
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        stored = put_samples(*args, **kwargs)
+        puts.append(kwargs)
+        return stored
+
+    client.put_samples = counted  # type: ignore[method-assign]
+    return puts
+
+
+def unwrapped(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
 def fingerprint(value: Any) -> str:
     if isinstance(value, torch.Tensor) and value.is_nested:
         return "jagged" + fingerprint(value.values()) + fingerprint(value.offsets())
