@@ -162,6 +162,8 @@ def _ranges(tokens: Any, samples: int) -> Int64s:
         ranges = np.array(tokens)
     except ValueError:  # of different lengths
         ranges = np.empty(0)
+    if ranges.dtype == object and all(type(bound) is int for bound in ranges.flat):  # some are beyond int64
+        ranges = np.clip(ranges, -1, MOST_TOKENS).astype(np.int64)
     if ranges.size == 0 and samples == 0:
         return np.zeros((0, 2), np.int64)
     ranges = ranges.reshape(1, 2) if ranges.shape == (2,) else ranges

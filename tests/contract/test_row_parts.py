@@ -215,6 +215,9 @@ def test_integers_of_numpy_and_huge_ranges(client: DataPlaneClient, partition: s
     meta = client.put_samples(["a"], partition, {"x": [torch.arange(2000)]})
     cp = ContextParallel(rank=np.uint8(3), size=np.uint8(200))  # type: ignore[arg-type]
     assert client.get_batch(meta, ["x"], tokens=cp)["x"].tolist() == [[*range(15, 20), *range(1980, 1985)]]
+    assert client.get_batch(meta, ["x"], tokens=(1998, 10**30))["x"].tolist() == [[1998, 1999]]
+    with pytest.raises(InvalidRequestError, match="expected 0 <= start <= stop"):
+        client.get_batch(meta, ["x"], tokens=(-(10**30), 10**30))
     for stop in (1 << 62, np.array([5, (1 << 64) - 1], np.uint64)[1]):
         ranges: Any = np.array([[1998, stop]], np.uint64)
         assert client.get_batch(meta, ["x"], tokens=ranges)["x"].tolist() == [[1998, 1999]]

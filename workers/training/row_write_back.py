@@ -13,7 +13,7 @@ import torch
 from dataplane import DataPlaneClient, KVBatchMeta, write_columns
 from dataplane.core.schema import INPUT_LENGTHS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_ALIGNED_FIELDS
 from dataplane.data.columns import require_fields
-from dataplane.data.jagged import pack_jagged_fields, padded_width
+from dataplane.data.jagged import is_jagged, pack_jagged_fields, padded_width
 from dataplane.data.object_codec import describe_tensor, plain_tensor
 from dataplane.data.row_parts import Inner, RowParts, Tokens, row_parts
 from dataplane.data.tensor_memory import DTYPE_NAMES
@@ -71,11 +71,17 @@ class RowWriteBack:
     def own_parts(self) -> Iterator[tuple[FieldPart, torch.Tensor]]:
         """Yield the description and the values `[elements, *inner]` of this rank's part of each field."""
         fields = self._checked_fields()
-        names = fields or self.inner or ()  # a rank without results can pass the slices of the other ranks' fields
+        names = (
+            [*fields.keys()] or self.inner or ()
+        )  # a rank without results can pass the slices of the other ranks' fields
         row_parts(self.tokens, self.inner, self.meta.size, names)  # for its errors
         per_token = self._per_token(fields)
         for name, value in fields.items():
             value = value.detach()
+            if value.is_nested and not is_jagged(value) and len({row.shape[1:] for row in value.unbind()}) > 1:
+                raise InvalidRequestError(
+                    f"write-back of {name!r}: nested rows of parts may differ in their first dimension only"
+                )
             rows: RowParts | None
             if self.tokens is not None and (value.is_nested or value.dim() > 1):
                 rows, value = self._ranges(name, value)
@@ -224,10 +230,11 @@ def result_field(
     """
     if not isinstance(result, Mapping):
         raise TypeError(f"the method must return a mapping with {result_key!r}, got {type(result).__name__}")
-    if in_parts and not result:
+    keys = [*result.keys()]
+    if in_parts and not keys:
         return {}
-    if result_key not in result:
-        raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
+    if result_key not in keys:
+        raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, keys)) or 'nothing'}")
     value = result[result_key]
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"result[{result_key!r}] (for {tq_field!r}): expected a tensor, got {type(value).__name__}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from dataplane import ContextParallel, DataPlaneClient, KVBatchMeta
 from dataplane.errors import InvalidRequestError
@@ -131,6 +132,23 @@ def test_fields_that_cannot_be_stored(
 ) -> None:
     with pytest.raises(kind, match=why):
         alone._write_back(put(client, partition), fields, **parts)
+
+
+def test_nested_rows_of_other_shapes_are_no_parts(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition)
+    rows = torch.nested.nested_tensor([torch.zeros(length, 2) for length in LENGTHS], layout=torch.jagged)
+    for parts in ({"tokens": (0, 40)}, {"inner": {}}):
+        with pytest.raises(InvalidRequestError, match="'x': nested rows of parts may differ in their first dimension"):
+            alone._write_back(meta, {"x": rows.transpose(1, 2)}, **parts)  # type: ignore[arg-type]
+        alone._write_back(meta, {"x": rows}, **parts)  # type: ignore[arg-type]
+
+
+def test_fields_of_a_tensordict(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition)
+    fields = TensorDict({"a": torch.ones(8, 40)}, [8])
+    alone._write_back(meta, fields, tokens=(0, 40))
+    alone._write_back_result_field(meta, fields, result_key="a", tq_field="b", tokens=(0, 40))
+    assert client.get_batch(meta, ["a", "b"], layout="jagged")["b"].values().equal(torch.ones(sum(LENGTHS)))
 
 
 def test_slices_are_cut_like_those_of_python(alone: Worker, client: DataPlaneClient, partition: str) -> None:
