@@ -4,8 +4,9 @@ Each row of the table is a batch of one int32 column of jagged rows (lengths spr
 half times the mean, in random order). Rates count the bytes of the rows. They are best of several turns:
 
 - pinned: the ceiling, one copy of the same bytes from torch's pinned memory to the GPU (or back, for puts).
-- tq: `get_batch(device="cuda")` (padded, jagged), `put_samples` of CUDA tensors.
-- cpu: `get_batch()` and `.cuda()`; for puts, `.cpu()` and `put_samples`.
+- padded, jagged: `get_batch(device="cuda")`; located: padded, with a meta of `locate`; put: `put_samples` of a tensor on
+  the GPU.
+- padded cpu, jagged cpu: `get_batch()` and `.cuda()`; put cpu: `.cpu()` and `put_samples`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataplane import DataPlaneClient, KVBatchMeta, StreamingDataLoader, connect
 MB = 1_000_000
 SIZES = ((1, 64), (16, 64), (16, 1024), (128, 64), (128, 1024), (128, 8192), (1024, 64), (1024, 1024), (1024, 8192))
 PARTITION, TASK, FIELD = "train", "policy", "tokens"
-STEPS = 12
+STEPS = 10
 
 
 def best(run: Callable[[], Any], turns: int) -> float:
@@ -83,6 +84,7 @@ def measure(client: DataPlaneClient, megabytes: int, count: int) -> dict[str, fl
     seconds = {
         "padded": best(lambda: client.get_batch(meta, device="cuda"), turns),
         "jagged": best(lambda: client.get_batch(meta, layout="jagged", device="cuda"), turns),
+        "located": best(partial(client.get_batch, client.locate(meta), device="cuda"), turns),
         "padded cpu": best(lambda: client.get_batch(meta)[FIELD].cuda(), min(turns, 3)),
         "jagged cpu": best(lambda: client.get_batch(meta, layout="jagged")[FIELD].cuda(), min(turns, 3)),
         "put": best(lambda: put(on_gpu), turns),
@@ -93,9 +95,9 @@ def measure(client: DataPlaneClient, megabytes: int, count: int) -> dict[str, fl
 
 
 def prefetch(client: DataPlaneClient) -> tuple[float, float]:
-    """Return the seconds of one fetch of 128 MB, and those that a step waits for its micro-batch if the loader fetches
+    """Return the seconds of one fetch of 512 MB, and those that a step waits for its micro-batch if the loader fetches
     it during the previous step, which multiplies matrices for at least twice as long."""
-    rows, count = rows_of(128, 256), 256
+    rows, count = rows_of(512, 256), 256
     fetch = best(partial(client.get_batch, stored(client, rows, count), device="cuda"), 5)
     client.clear_samples(None, PARTITION)
     client.register_partition(PARTITION, [FIELD], num_samples=count * STEPS, consumer_tasks=[TASK])
@@ -125,7 +127,7 @@ def main() -> None:
     parser.add_argument("--most-megabytes", type=int, default=1024)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; GB/s of row bytes")
-    names = ["padded", "jagged", "pinned", "padded cpu", "jagged cpu", "put", "pinned back", "put cpu"]
+    names = ["padded", "located", "jagged", "pinned", "padded cpu", "jagged cpu", "put", "pinned back", "put cpu"]
     print("| MB | rows | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 2))
     with closing(Service({"capacity_bytes": 6 << 30})) as service, connect(service.address) as client:
         for megabytes, count in SIZES:
@@ -136,7 +138,7 @@ def main() -> None:
                     flush=True,
                 )
         fetch, wait = prefetch(client)
-        print(f"one fetch of 128 MB: {1e3 * fetch:.2f} ms; a step with prefetch waits {1e3 * wait:.3f} ms for it")
+        print(f"one fetch of 512 MB: {1e3 * fetch:.2f} ms; a step with prefetch waits {1e3 * wait:.3f} ms for it")
 
 
 if __name__ == "__main__":

@@ -133,6 +133,4 @@ def copying(device: torch.device, *, after_current: bool = False) -> Iterator[Ca
             try:
                 yield lambda tensor: tensor.record_stream(current)
             finally:  # also after an error, before the memory is reused
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(stream)
-                done.synchronize()
+                stream.synchronize()
