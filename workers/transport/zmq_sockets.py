@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils import garbage
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.core.addresses import bracketed, split_address
 from dataplane.core.zmq_io import arrived, readable
+from dataplane.protocol.fd_limits import OF_A_CONTEXT
+from workers.errors import OpenFilesError
 
 Socket = zmq.Socket[bytes]
 M = TypeVar("M")
@@ -84,9 +87,11 @@ def received(
 
 
 def frame(body: Any) -> zmq.Frame:
-    """Return a frame that sends `body` without a copy. `body` must not change until the frame is sent."""
+    """Return a frame that sends `body`, without a copy if possible. `body` must not change until the frame is sent."""
+    # The first frame without a copy opens a ZMQ context in pyzmq, which aborts the process if no descriptor is left.
+    least = 0 if garbage.gc.is_alive() else OF_A_CONTEXT
     try:
-        return zmq.Frame(body, copy=False, track=False)
-    except OSError:
-        # The first frame without a copy needs descriptors in pyzmq, and this process may have none left.
+        with OpenFilesError.of("frames without a copy", least=least):
+            return zmq.Frame(body, copy=False, track=False)
+    except OpenFilesError:
         return zmq.Frame(body, copy=True)
