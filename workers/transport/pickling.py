@@ -219,7 +219,8 @@ def tensors_of(layout: Layout, flat: Tensor) -> list[Tensor]:
 def copy_tensor(target: Tensor, tensor: Tensor) -> None:
     """Copy a tensor to `target`, of the same shape and dtype, on any device and with any strides. Blocks until it is
     copied."""
-    with torch.no_grad():
+    # Tensors made in inference mode can be written only in it.
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
         target.copy_(tensor)
     _synchronize([target])
 

@@ -144,6 +144,26 @@ def test_tensors_in_place(here: Here) -> None:
         assert torch.equal(target, source)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_tensor_of_inference_mode_takes_the_values_in_place(here: Here, async_op: bool) -> None:
+    """Also outside of that mode. So does another tensor in that mode."""
+    a, b = here.workers(2)
+    for size in (3, BIG):
+        with torch.inference_mode():
+            target, source = torch.zeros(size), torch.ones(size)
+            a.send_tensor(source, B)
+        work = b.recv_tensor(target, A, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert torch.equal(target, source)
+        other = torch.zeros(size)
+        with torch.inference_mode():
+            a.send_tensor(source, B)
+            b.recv_tensor(other, A)
+        assert torch.equal(other, source)
+        other.requires_grad_().sum().backward()
+
+
 def test_a_parameter_takes_the_values_in_place(one_connection: Here) -> None:
     a, b = one_connection.workers(2)
     weight = torch.nn.Parameter(torch.zeros(3))
