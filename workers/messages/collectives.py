@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,17 +25,26 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dataplane.core import devices
-from dataplane.core.addresses import join_address, split_address
+from dataplane.core.addresses import split_address
 from workers.directory.address import WorkerAddress
+from workers.messages.group_store import StoreServer, files_for
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.wire import Place
 from workers.transport.pickling import Packed
 
 AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
 CONNECT_S = 60.0
-"""How long the members of a new process group wait for each other."""
+"""How long the members of a new process group wait for each other, if the timeout of transfers is not shorter."""
 JOIN_S = 2.0
 """How long a worker that ends waits for the threads of its process groups."""
+STEP_S = 0.5
+"""Timeout of an attempt to connect to a store; less than `JOIN_S`."""
+PAUSE_S = 0.02
+"""How often a member looks whether the others have come."""
+
+OF_A_GROUP = 12
+OF_A_MEMBER = 4
+"""Upper bounds of the file descriptors that a process group and each of its members take while it is made."""
 
 _UNUSED_TAG = 2**31 - 1
 _TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
@@ -144,28 +152,6 @@ def _recorded(device: torch.device) -> Any:
     return None if device.type == "cpu" else devices.record_event(device)
 
 
-class StoreServer:
-    """The store at which the members of this worker's groups find each other, started by the first use of `address`."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._store: Any = None
-
-    @property
-    def address(self) -> str:
-        if self._store is None:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, 0), family=family)
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-        return join_address(self._host, self._store.port)
-
-    def close(self) -> None:
-        self._store = None
-
-
 Outcome = Tensor | Exception
 Done = Callable[[Outcome], None]
 
@@ -181,7 +167,8 @@ class _Job:
 @dataclass(frozen=True)
 class Membership:
     """What a member knows of a group. store: address of the store; rank 0 sends, the others receive; host: address at
-    which the others reach this member; peers: names of the other members that this one knows."""
+    which the others reach this member; peers: names of the other members that this one knows; server: of the store, at
+    rank 0."""
 
     name: str
     store: str
@@ -191,6 +178,7 @@ class Membership:
     options: CollectiveGroupOptions
     host: str
     peers: frozenset[str]
+    server: StoreServer | None = None
 
 
 class CollectiveGroup:
@@ -210,7 +198,7 @@ class CollectiveGroup:
         self._guard = threading.Lock()
         self._group: Any = None
         self._error: Exception | None = None
-        self._closed = False
+        self._closing = threading.Event()
         self._threads = [self._start(f"tq-collective-{membership.name}", self._run)]
         atexit.register(self._end)
 
@@ -223,7 +211,7 @@ class CollectiveGroup:
         group or of `close`; in this one after `close`."""
         job = _Job(values, done)
         with self._guard:
-            if not self._closed:
+            if not self._closing.is_set():
                 self.submitted += 1
                 self._pending.add(job)
                 self._jobs.put(job)
@@ -233,16 +221,17 @@ class CollectiveGroup:
     def close(self) -> None:
         """End the group: its broadcasts fail at once. Does not wait. Idempotent."""
         with self._guard:
-            if self._closed:
+            if self._closing.is_set():
                 return
-            self._closed = True
+            self._closing.set()
             self._error = error = self._error or self._closed_error()
             group, pending = self._group, list(self._pending)
         self._jobs.put(None)
-        if group is not None:  # aborting may block
-            self._threads.append(self._start(f"tq-abort-{self.name}", partial(self._abort, group)))
         for job in pending:
             self._finish(job, error)
+        if group is not None:  # aborting may block
+            with contextlib.suppress(RuntimeError):  # the system starts no more threads
+                self._threads.append(self._start(f"tq-abort-{self.name}", partial(self._abort, group)))
 
     def join(self, within_s: float) -> None:
         """Wait for the threads of a closed group, at most so long. One that is in the backend's code when Python ends
@@ -295,10 +284,10 @@ class CollectiveGroup:
         """Make the process group if there is none yet. Blocks for its other members, at most `CONNECT_S`."""
         if self._group is not None:
             return
-        group = make_group(self.membership, self._timeout)
+        group = make_group(self.membership, self._timeout, self._closing)
         with self._guard:
             self._group, self.connected = group, True
-            if self._closed:
+            if self._closing.is_set():
                 raise self._closed_error()
 
     def _broadcast(self, values: DeviceValues | int) -> Tensor:
@@ -336,18 +325,31 @@ def _backend(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def make_group(membership: Membership, timeout: timedelta) -> Any:
-    """Return a new process group of the device's backend, which needs no default group. Blocks for the other members.
-    RuntimeError if they do not connect; other errors of the backend."""
+def make_group(membership: Membership, timeout: timedelta, closing: threading.Event) -> Any:
+    """Return a new process group of the device's backend, which needs no default group. Blocks for the other members,
+    until `closing` is set. timeout: of transfers. RuntimeError if they do not connect; `OpenFilesError`; other errors
+    of the backend."""
+    if membership.server is not None:
+        membership.server.serve()
+    count = OF_A_GROUP + OF_A_MEMBER * membership.size
+    with files_for(f"a process group of {membership.size} workers", count):
+        return _connected_group(membership, timeout, closing)
+
+
+def _connected_group(membership: Membership, timeout: timedelta, closing: threading.Event) -> Any:
     host, port = split_address(membership.store)
+    connect = min(timeout, timedelta(seconds=CONNECT_S))
+    until = time.monotonic() + connect.total_seconds()
     # A connection of its own, because one that waits for a member blocks all users of the connection.
-    connection = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+    connection = _connected_store(host, port, until, closing)
+    connection.set_timeout(connect)
     store = PrefixStore(membership.name, connection)
+    _wait_for_members(store, membership, until, closing)
     name = _backend(membership.device)
     if name == dist.Backend.GLOO:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.host)]
-        options._timeout = timedelta(seconds=CONNECT_S)
+        options._timeout = connect
         return dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
     kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
     with _failures_reported:
@@ -359,6 +361,25 @@ def make_group(membership: Membership, timeout: timedelta) -> Any:
     if hasattr(group, "eager_connect_single_device"):
         group.eager_connect_single_device(membership.device)
     return group
+
+
+def _connected_store(host: str, port: int, until: float, closing: threading.Event) -> Any:
+    """Return a connection to a store. RuntimeError if there is none by that time, or `closing` is set."""
+    while True:
+        try:
+            return TCPStore(host, port, None, False, timedelta(seconds=STEP_S), False)
+        except RuntimeError:
+            if time.monotonic() > until or closing.wait(PAUSE_S):
+                raise
+
+
+def _wait_for_members(store: Any, membership: Membership, until: float, closing: threading.Event) -> None:
+    """Wait until all members have come here. A backend's own wait for them does not end with `closing`. RuntimeError
+    as in `_connected_store`."""
+    store.add("members", 1)
+    while (present := store.add("members", 0)) < membership.size:
+        if time.monotonic() > until or closing.wait(PAUSE_S):
+            raise RuntimeError(f"{present} of {membership.size} members of process group {membership.name} connected")
 
 
 def _backend_options(kind: Any, options: CollectiveGroupOptions, timeout: timedelta) -> Any:

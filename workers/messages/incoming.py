@@ -21,28 +21,16 @@ from workers.errors import (
     SourceFailedError,
     WorkerLostError,
 )
+from workers.messages import wire
 from workers.messages.broadcast_calls import BroadcastCalls
-from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posting
+from workers.messages.deliveries import Arrival, Delivery, Key, Posting
 from workers.messages.fetches import Fetch, Fetches, Reply
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import Relays, Schedule
 from workers.messages.shared_buffers import Mappings
 from workers.messages.transfers import Groups, TransferReceiver
-from workers.messages.wire import (
-    Absent,
-    Data,
-    FaultForm,
-    Held,
-    HostValues,
-    MessageReceived,
-    PostMessage,
-    Relay,
-    Settled,
-    WantMessage,
-    incarnations,
-    refused,
-)
+from workers.messages.wire import Data, PostMessage, WantMessage
 
 _Q = TypeVar("_Q")
 _log = logging.getLogger(__name__)
@@ -69,7 +57,7 @@ class Incoming:
         groups: Groups,
         *,
         reply: Reply,
-        ask_relay: Callable[[Relay, WantMessage], bool],
+        ask_relay: Callable[[wire.Relay, WantMessage], bool],
         schedule: Schedule,
         call: Callable[[Callable[[], None]], None],
         contact: Callable[[str, bytes, CollectiveGroupOptions | None], Contact],
@@ -174,21 +162,24 @@ class Incoming:
         """Send `Settled` to the senders that wait for it, because this worker has begun to wait for an operation."""
         for arrival in self._unsettled:
             if arrival.queued and arrival.key not in self._postings:  # no receive has taken it or is about to
-                self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
+                self._reply(arrival.route, wire.Settled(stream=arrival.post.stream, number=arrival.post.number))
         self._unsettled.clear()
 
     def expire(self, now: float) -> float:
         """Withdraw and fail the receives whose deadline passed. Return the next deadline, infinity if no receive waits.
         An exception at one receive does not affect the others."""
         for posting in [posting for posting in self._all_postings() if posting.deadline <= now]:
-            error: Exception = MessageTimeoutError(what=posting.what, waited_s=now - posting.begun)
-            try:
-                self.withdraw(posting)
-            except Exception as defect:
-                _log.exception("%s: could not give its message back", posting.what)
-                error = InternalError(what=f"{posting.what}: {defect!r}")
-            posting.fail(error)
+            self.give_up(posting, MessageTimeoutError(what=posting.what, waited_s=now - posting.begun))
         return min((posting.deadline for posting in self._all_postings()), default=math.inf)
+
+    def give_up(self, posting: Posting, error: Exception) -> None:
+        """Withdraw and fail a receive."""
+        try:
+            self.withdraw(posting)
+        except Exception as defect:
+            _log.exception("%s: could not give its message back", posting.what)
+            error = InternalError(what=f"{posting.what}: {defect!r}")
+        posting.fail(error)
 
     def withdraw(self, posting: Posting) -> None:
         """Remove a receive that gave up. The next receive gets its message, whether it is here or still arrives; the
@@ -274,13 +265,9 @@ class Incoming:
             self._unsettled.append(arrival)
 
     def receive_chunk(self, chunk: Data, body: Any) -> None:
-        """Store a chunk of a message that is being pulled. A malformed chunk fails the receive and its message. After
-        the last chunk, deliver the message, or leave it queued if no receive waits for it."""
-        try:
-            fetch = self._fetches.store_chunk(chunk, body)
-        except ValueError as error:
-            self._fail_fetch((chunk.source, chunk.stream, chunk.number), str(error))
-            return
+        """Store a chunk of a message that is being pulled. After the last one, deliver the message, or leave it queued
+        if no receive waits for it. ValueError for a malformed chunk."""
+        fetch = self._fetches.store_chunk(chunk, body)
         if fetch is not None:
             self._finish_fetch(fetch)
 
@@ -292,16 +279,12 @@ class Incoming:
         else:
             self._attempt(self._deliver, fetch.posting, fetch.arrival)
 
-    def use_host_values(self, values: HostValues) -> None:
+    def use_host_values(self, values: wire.HostValues) -> None:
         """Take the values of a message with an offer from host memory."""
-        id = (values.source, values.stream, values.number)
-        fetch = self._fetches.get(id)
-        queued = self._arrivals.get(id[:2], ()) if fetch is None else [fetch.arrival]
-        arrival = next((each for each in queued if each.id == id), None)
-        if arrival is None or arrival.complete or incarnations(arrival.post) != incarnations(values):
+        arrival = self._find_incomplete(values)
+        if arrival is None or arrival.post.offer is None:  # without an offer: told before
             return
-        if arrival.post.offer is None:  # told before
-            return
+        fetch = self._fetches.get(arrival.id)
         arrival.post = msgspec.structs.replace(arrival.post, slab=values.slab, offer=None)
         arrival.memory, arrival.own = self._mappings.open(values.slab), False
         if fetch is None:
@@ -312,7 +295,7 @@ class Incoming:
         else:
             self._fetches.pull_instead(fetch)
 
-    def handle_absent(self, absent: Absent) -> None:
+    def handle_absent(self, absent: wire.Absent) -> None:
         """Pull from the source, because the relay does not forward these values."""
         fetch = self._fetches.get((absent.source, absent.stream, absent.number))
         if fetch is not None:
@@ -332,20 +315,32 @@ class Incoming:
         for arrival in self._arrivals.get((want.source, want.stream), ()):
             post = arrival.post
             if (post.serial, post.incarnation) == (want.serial, want.incarnation):
-                if post.passes_on and arrival.memory is None and arrival.id not in self._fetches:
+                if post.passes_on and not arrival.complete and arrival.id not in self._fetches:
                     self._fetches.begin(posting=None, arrival=arrival)
                 return
 
-    def _fail_fetch(self, key: MessageId, why: str) -> None:
-        """End a fetch. Its receive and its message's sender get an error."""
-        fetch, source = self._fetches.pop(key), key[0]
-        self._relays.drop_incomplete(fetch.arrival.post)
-        error = InternalError(what=f"{self._worker}: a message from {source}: {why}")
-        if fetch.posting is None:  # the message is queued
-            self._filter_arrivals(source, lambda arrival: arrival is not fetch.arrival)
-        else:
+    def fail(self, message: wire.ForReceiver, error: DataPlaneError) -> None:
+        """Fail the message that this one is about, at both ends, unless its values are complete. The receive that takes
+        it raises the error."""
+        arrival = self._find_incomplete(message)
+        if arrival is None:
+            return
+        fetch = self._fetches.get(arrival.id)
+        if fetch is not None and fetch.posting is not None:
             fetch.posting.fail(error)
-        self._refuse(fetch.arrival, error)
+        arrival.lost = error
+        self._refuse(arrival, error)
+
+    def _find_incomplete(self, message: wire.ForReceiver) -> Arrival | None:
+        """Return the message that this one is about, if it is queued or being fetched, and its values are missing."""
+        id = (message.source, message.stream, message.number)
+        fetch = self._fetches.get(id)
+        queued = self._arrivals.get(id[:2], ()) if fetch is None else [fetch.arrival]
+        arrival = next((each for each in queued if each.id == id), None)
+        if arrival is None or arrival.complete or arrival.lost is not None:
+            return None
+        same = isinstance(message, wire.Absent) or wire.incarnations(arrival.post) == wire.incarnations(message)
+        return arrival if same else None
 
     def lose(self, source: str, error: Exception) -> None:
         """Fail receives from `source`, which died or cannot be reached. Messages whose values are all here can still
@@ -427,7 +422,7 @@ class Incoming:
             error = GroupOptionsError(worker=post.source, peer=self._worker, ours=theirs, theirs=ours)
             self._refuse(arrival, error)
             return
-        if isinstance(post.form, FaultForm):
+        if isinstance(post.form, wire.FaultForm):
             posting.fail(SourceFailedError(source=post.source, why=post.form.why))
             self._send_received(arrival)
             return
@@ -457,6 +452,7 @@ class Incoming:
         try:
             self._fetches.begin(posting, arrival)
         except Exception as error:  # out of memory for its bytes; the next receive may find some
+            self._stop_fetch(arrival)
             posting.fail(error)
             self._requeue_or_drop(arrival)
 
@@ -468,11 +464,11 @@ class Incoming:
 
     def _send_held(self, arrival: Arrival, busy: bool) -> None:
         post, kept = arrival.post, arrival.complete
-        self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
+        self._reply(arrival.route, wire.Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
         self._stop_fetch(arrival)
-        self._reply(arrival.route, refused(arrival.post, error))
+        self._reply(arrival.route, wire.refused(arrival.post, error))
 
     def _drop(self, arrival: Arrival) -> None:
         """Drop a message that no receive will take. Its sender treats it as received."""
@@ -485,7 +481,7 @@ class Incoming:
             self._relays.drop_incomplete(arrival.post)
 
     def _send_received(self, arrival: Arrival) -> None:
-        self._reply(arrival.route, MessageReceived(stream=arrival.post.stream, number=arrival.post.number))
+        self._reply(arrival.route, wire.MessageReceived(stream=arrival.post.stream, number=arrival.post.number))
 
 
 def _pop_first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import heapq
-import itertools
 import logging
 import math
 import time
@@ -34,9 +32,10 @@ from workers.messages.peers import Peer, PeerState
 from workers.messages.relays import Relays
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.snapshots import ValueSnapshot
+from workers.messages.timers import Timers
 from workers.messages.transfers import Groups, TransferSource
 from workers.messages.wire import Absent, Data, ForgetMessage, PostMessage, Pull, Relay, WantMessage
-from workers.transport.encoding import encode
+from workers.transport.encoding import encode, error_of
 from workers.transport.links import LINGER_MS, Links
 from workers.transport.pickling import Bytes
 from workers.transport.poll_thread import PollThread
@@ -60,10 +59,9 @@ class IoThread:
     incarnation. If the thread fails, the worker leaves the directory, which notifies its peers.
 
     incarnation: of this worker, 0 between its loss and its new registration. `_calls`: functions to call in the thread;
-    `_timers`: a heap of (time, number, function), where the number keeps equal times in order; `_next_expiry`: the
-    first deadline of an operation; `_until_registered`: functions to call once this worker is registered again;
-    `_settle_futures`: those of `settled` that are not done; `_ended`: the error of all operations after the thread's
-    end; `_expelled_error`: the reason to end if another process may have this worker's name.
+    `_next_expiry`: the first deadline of an operation; `_until_registered`: functions to call once this worker is
+    registered again; `_settle_futures`: those of `settled` that are not done; `_ended`: the error of all operations
+    after the thread's end; `_expelled_error`: the reason to end if another process may have this worker's name.
     """
 
     def __init__(
@@ -88,26 +86,25 @@ class IoThread:
         self._peers: dict[str, Peer] = {}
         self._until_registered: list[Callable[[], None]] = []
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_numbers = itertools.count()
+        self._timers = Timers()
         self._next_expiry = math.inf
         self._settle_futures: list[Future[None]] = []
         self._ended: Exception | None = None
         self._expelled_error: Exception | None = None
         self._pool = BufferPool(KEEP_BYTES)
         self.host = resolve_host(host)
-        self.outgoing = OutgoingMessages(self.name, self._transmit, self._schedule)
-        self._groups = Groups(self.host, road, lookup_s, schedule=self._schedule, call=self.call)
+        self.outgoing = OutgoingMessages(self.name, self._transmit, self._timers.schedule)
+        self._groups = Groups(self.host, road, lookup_s, schedule=self._timers.schedule, call=self.call)
         self.transfers = TransferSource(self.name, self.outgoing, slabs, self._groups, self._tell)
         self.incoming = Incoming(
             self.name,
             mappings,
             self._pool,
-            Relays(backlog, self._reply, self._schedule),
+            Relays(backlog, self._reply, self._timers.schedule),
             self._groups,
             reply=self._reply,
             ask_relay=self._ask_relay,
-            schedule=self._schedule,
+            schedule=self._timers.schedule,
             call=self.call,
             contact=self.outgoing.contact,
             forget=self.outgoing.forget,
@@ -210,39 +207,32 @@ class IoThread:
 
     def _run_calls(self) -> None:
         """Run the scheduled calls. After the thread's end, other threads that schedule calls run this, concurrently."""
-        while self._calls:
-            try:
-                work = self._calls.popleft()
-            except IndexError:  # another thread took the last call
-                return
-            self._attempt(work)
+        with contextlib.suppress(IndexError):  # no call is left
+            while True:
+                self._attempt(self._calls.popleft())
 
-    def _attempt(self, work: Callable[[], None]) -> Exception | None:
-        """Call `work`. An exception is logged and returned, so that it does not affect other work."""
+    def _attempt(self, work: Callable[[], None], what: str = "", fail: Callable[..., None] | None = None) -> None:
+        """Call `work`. An exception does not affect other work: it is logged, and passed to `fail` as an error about
+        `what`."""
         try:
             work()
         except Exception as defect:
             _log.exception("Worker %s: a message operation failed", self.name)
-            return defect
-        return None
+            if fail is not None:
+                self._attempt(partial(fail, InternalError(what=f"{what}: {defect!r}")))
 
     def _timeout_ms(self) -> int | None:
         """Return the time until the next timer or deadline, None if there is neither."""
-        next_time = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
+        next_time = min(self._next_expiry, self._timers.next_time)
         return None if next_time == math.inf else poll_ms(next_time - time.monotonic())
 
     def _run_timers(self) -> None:
         """Run the due timers, and fail the operations whose deadline passed."""
         now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            _, _, work = heapq.heappop(self._timers)
+        for work in self._timers.due(now):
             self._attempt(work)
         if self._next_expiry <= now:
             self._next_expiry = min(self.outgoing.expire(now), self.incoming.expire(now))
-
-    def _schedule(self, seconds: float, work: Callable[[], None]) -> None:
-        """Call `work` in this thread after that time."""
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), work))
 
     # --- operations -----------------------------------------------------------------------------------------------
 
@@ -254,10 +244,7 @@ class IoThread:
                 sending.fail(self._ended)
                 sending.snapshot.release()
                 continue
-            defect = self._attempt(partial(self._send, sending))
-            if defect is not None:
-                self._disconnect(sending.to, self._peer(sending.to))
-                self._fail_messages(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
+            self._attempt(partial(self._send, sending), sending.what, partial(self._fail_peer, sending.to))
         if self._ended is None:
             self.incoming.notify_unsettled()
 
@@ -273,10 +260,7 @@ class IoThread:
         if self._ended is not None:
             posting.fail(self._ended)
             return
-        defect = self._attempt(partial(self._post_receive, posting))
-        if defect is not None:
-            self.incoming.withdraw(posting)
-            posting.fail(InternalError(what=f"{posting.what}: {defect!r}"))
+        self._attempt(partial(self._post_receive, posting), posting.what, partial(self.incoming.give_up, posting))
         self.incoming.notify_unsettled()
 
     def _post_receive(self, posting: Posting) -> None:
@@ -306,10 +290,8 @@ class IoThread:
 
     def _attempt_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
         """Handle the directory's answer about a peer. An exception fails the messages to and from that peer."""
-        defect = self._attempt(partial(self._handle_lookup, name, future))
-        if defect is not None:
-            self._peer(name).state = PeerState.UNKNOWN
-            self._fail_messages(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
+        found = f"{self.name} found {name}"
+        self._attempt(partial(self._handle_lookup, name, future), found, partial(self._fail_peer, name))
 
     def _handle_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
         """Handle the directory's answer about a peer: send and match its messages, or fail them."""
@@ -322,8 +304,7 @@ class IoThread:
         peer = self._peer(name)
         error = future.exception()
         if isinstance(error, Exception):
-            peer.state = PeerState.UNKNOWN
-            self._fail_messages(name, error)
+            self._fail_peer(name, error)
             return
         (entry,) = future.result()
         self._record_incarnation(name, peer, entry.incarnation)
@@ -343,8 +324,7 @@ class IoThread:
         """Fail the messages of a peer that has ended, if this worker used that incarnation of it."""
         peer = self._peers.get(entry.name)
         if self._ended is None and peer is not None and peer.incarnation == entry.incarnation:
-            self._disconnect(entry.name, peer)
-            self._fail_messages(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
+            self._fail_peer(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
 
     def _own_entry_changed(self, entry: DirectoryEntry) -> None:
         """Handle a directory entry of this worker itself: it was declared lost, or registered again."""
@@ -388,8 +368,9 @@ class IoThread:
         self.transfers.end_with(name)
         self._links.cut(name)
 
-    def _fail_messages(self, name: str, error: Exception) -> None:
-        """Fail the messages to and from a peer."""
+    def _fail_peer(self, name: str, error: Exception) -> None:
+        """Close the connection to a peer, and fail the messages to and from it."""
+        self._disconnect(name, self._peer(name))
         self.outgoing.lose(name, error)
         self.incoming.lose(name, error)
 
@@ -422,11 +403,20 @@ class IoThread:
         return True
 
     def _receive_requests(self) -> None:
-        """Handle what peers that connected to this worker send. An exception at a `PostMessage` refuses it."""
+        """Handle what peers that connected to this worker send."""
         for route, request, frames in received(self._router, wire.decode_request, self._reader, wire.FOLLOWED):
-            defect = self._attempt(partial(self._handle_request, route, request, frames[1:]))
-            if defect is not None and isinstance(request, PostMessage):
-                self._reply(route, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
+            self._attempt_request(route, request, frames[1:])
+
+    def _attempt_request(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
+        """Handle a message from a peer. An exception fails the message that this one is about, at both ends."""
+        handle, fail = self._handle_request, self._fail_request
+        self._attempt(partial(handle, route, request, frames), self.name, partial(fail, route, request))
+
+    def _fail_request(self, route: bytes, request: wire.Request, error: InternalError) -> None:
+        if isinstance(request, PostMessage):
+            self._reply(route, wire.refused(request, error))
+        elif isinstance(request, wire.ForReceiver):
+            self.incoming.fail(request, error)
 
     def _handle_request(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
         """Handle a message from a peer. frames: those after its header."""
@@ -435,7 +425,7 @@ class IoThread:
                 peer = self._peer(request.source)
                 if request.receiver > self.incarnation:
                     # The sender has seen the new registration of this worker before this worker has.
-                    self._until_registered.append(partial(self._handle_request, route, request, frames))
+                    self._until_registered.append(partial(self._attempt_request, route, request, frames))
                     return
                 if self._outdated(request):
                     return
@@ -452,26 +442,42 @@ class IoThread:
                 self.incoming.transfers.begin(route, request)
             case wire.HostValues():
                 self.incoming.use_host_values(request)
+            case wire.FailedMessage():
+                self.incoming.fail(request, error_of(request))
             case wire.EndGroup():
                 self._groups.end(request.group)
 
     def _receive_answers(self) -> None:
-        """Handle what peers send over the connections of this worker to them. Tell them which slabs are closed now."""
+        """Handle what peers send over the connections of this worker to them. Tell them which slabs are closed now. An
+        exception fails the message that the answer is about, at both ends."""
         for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
-            match answer:
-                case Pull():
-                    self._attempt(partial(self._send_chunk, name, answer))
-                case Data():  # frames[0] is the header
-                    self._attempt(partial(self.incoming.receive_chunk, answer, frames[1].buffer))
-                case wire.Ready():
-                    self._attempt(partial(self.transfers.handle_ready, name, answer))
-                case wire.WantHost():
-                    self._attempt(partial(self.transfers.handle_want_host, name, answer))
-                case Absent():
-                    self._attempt(partial(self.incoming.handle_absent, answer))
-                case _:
-                    self._attempt(partial(self.outgoing.handle_answer, name, answer))
-        self._announce_closed_slabs()
+            handle, fail = self._handle_answer, self._fail_answer
+            self._attempt(partial(handle, name, answer, frames[1:]), self.name, partial(fail, name, answer))
+        inodes = self._slabs.pop_closed()
+        if inodes:
+            self._links.send_to_all((encode(ForgetMessage(inodes=inodes)),))
+
+    def _fail_answer(self, name: str, answer: wire.Answer, error: InternalError) -> None:
+        if isinstance(answer, wire.ForSender):
+            self.transfers.fail(name, answer, error)
+        else:
+            self.incoming.fail(answer, error)
+
+    def _handle_answer(self, name: str, answer: wire.Answer, frames: list[zmq.Frame]) -> None:
+        """Handle an answer of a peer. frames: those after its header."""
+        match answer:
+            case Pull():
+                self._send_chunk(name, answer)
+            case Data():
+                self.incoming.receive_chunk(answer, frames[0].buffer)
+            case wire.Ready():
+                self.transfers.handle_ready(name, answer)
+            case wire.WantHost():
+                self.transfers.handle_want_host(name, answer)
+            case Absent():
+                self.incoming.handle_absent(answer)
+            case _:
+                self.outgoing.handle_answer(name, answer)
 
     def _outdated(self, post: PostMessage) -> bool:
         """Whether a message is from an earlier incarnation of its source, or for one of this worker."""
@@ -486,13 +492,9 @@ class IoThread:
         self._tell(name, Data, frame(chunk), stream=pull.stream, number=pull.number, start=pull.start)
 
     def _tell(self, name: str, kind: Callable[..., wire.Request], *frames: zmq.Frame, **facts: Any) -> None:
-        """Send a message of this kind with `facts` and the names of both ends to a peer, unless it is lost."""
+        """Send a message with `facts` and the names of both ends to a peer, unless it is lost or cannot be reached."""
         peer = self._peer(name)
         if peer.state is PeerState.ALIVE and self._ended is None:
             message = kind(source=self.name, incarnation=self.incarnation, receiver=peer.incarnation, **facts)
-            self._links.send(name, peer.endpoint, (encode(message), *frames), self.outgoing.idle)
-
-    def _announce_closed_slabs(self) -> None:
-        inodes = self._slabs.pop_closed()
-        if inodes:
-            self._links.send_to_all((encode(ForgetMessage(inodes=inodes)),))
+            send = partial(self._links.send, name, peer.endpoint, (encode(message), *frames), self.outgoing.idle)
+            self._attempt(send, f"{self.name} sends to {name}", partial(self._fail_peer, name))

@@ -16,7 +16,14 @@ from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostErr
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.relays import Schedule
 from workers.messages.snapshots import ValueSnapshot
-from workers.messages.wire import Held, MessageReceived, PostMessage, Pull, Ready, RefusedMessage, Settled, WantHost
+from workers.messages.wire import (
+    ForSender,
+    Held,
+    MessageReceived,
+    PostMessage,
+    RefusedMessage,
+    Settled,
+)
 from workers.transport.encoding import error_of
 
 SETTLE_S = 1.0
@@ -208,7 +215,15 @@ class OutgoingMessages:
             _log.error("%s was refused after its delivery: %s", sending.what, error)
             self._late[sending.to] = error
 
-    def message_to_pull(self, peer: str, pull: Pull | Ready | WantHost | Sending) -> Sending | None:
+    def give_up(self, peer: str, message: ForSender | Sending, error: DataPlaneError) -> bool:
+        """Drop and fail a sent message that its receiver cannot get. Return False if it was received or refused."""
+        sending = self._find_sent(peer, message.stream, message.number)
+        if sending is not None:
+            self._drop(sending, may_be_read=True)
+            self._fail_refused(sending, error)
+        return sending is not None
+
+    def message_to_pull(self, peer: str, pull: ForSender | Sending) -> Sending | None:
         """Return the message whose values a receiver requests, None if it was received or refused."""
         return self._find_sent(peer, pull.stream, pull.number)
 

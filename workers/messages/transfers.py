@@ -6,6 +6,7 @@
     Transfer        ------------->                  both ends take part in a broadcast of the process group
     <-------------  WantHost                        no such device, or the process group failed
     HostValues      ------------->                  the values are in host memory now, as without `offer`
+    FailedMessage   ------------->                  the values cannot be sent
 
 The sender decides the order of the transfers of a group, and posts one only when its receivers are ready. So nobody
 waits in a collective for a message that is not received, whichever end sends first. A group has one sender, and both
@@ -20,13 +21,15 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from dataplane.errors import DataPlaneError, InternalError
 from workers.messages.collectives import (
     CONNECT_S,
     JOIN_S,
@@ -36,20 +39,33 @@ from workers.messages.collectives import (
     Membership,
     Outcome,
     Road,
-    StoreServer,
     place_of,
 )
 from workers.messages.deliveries import MessageId
 from workers.messages.fetches import Fetch, Reply
+from workers.messages.group_store import StoreServer
 from workers.messages.outgoing import OutgoingMessages, Sending
 from workers.messages.relays import Schedule
 from workers.messages.shared_buffers import OwnSlab, Slabs
 from workers.messages.snapshots import ValueSnapshot
-from workers.messages.wire import EndGroup, HostValues, Place, Ready, Transfer, WantHost, incarnations
+from workers.messages.wire import (
+    EndGroup,
+    FailedMessage,
+    ForSender,
+    HostValues,
+    Place,
+    Ready,
+    Transfer,
+    WantHost,
+    incarnations,
+)
+from workers.transport.encoding import carried
 from workers.transport.pickling import Unpacked, tensors_of
 
 GATHER_S = 1.0
 """The receivers of a broadcast that are ready within this time of the first one get it together, if all are."""
+ENDED_MOST = 1024
+"""Most names of ended groups that are remembered. A transfer of a forgotten one waits `CONNECT_S` before it fails."""
 
 Tell = Callable[..., None]
 """Sends a message to a peer: its name, the class of the message, and its fields besides those of both ends."""
@@ -58,8 +74,8 @@ _log = logging.getLogger(__name__)
 
 class Groups:
     """The process groups of this worker, of both directions. host: at which other members reach this one; timeout_s: of
-    a transfer; schedule, call: call a function in the I/O thread, after some seconds or now. `_ended`: names of groups
-    that ended; `_watched`: names of the groups for which a timer runs."""
+    a transfer; schedule, call: call a function in the I/O thread, after some seconds or now. `_ended`: names of the
+    groups that ended last; `_watched`: names of the groups for which a timer runs."""
 
     def __init__(
         self,
@@ -72,12 +88,12 @@ class Groups:
     ) -> None:
         self.host = host
         self.road = road
-        self.store = StoreServer(host)
+        self._store: StoreServer | None = None
         self._timeout_s = timeout_s
         self.schedule = schedule
         self.call = call
         self._groups: dict[str, CollectiveGroup] = {}
-        self._ended: set[str] = set()
+        self._ended: deque[str] = deque(maxlen=ENDED_MOST)
         self._watched: set[str] = set()
 
     def get(self, name: str) -> CollectiveGroup | None:
@@ -85,6 +101,13 @@ class Groups:
 
     def has_ended(self, name: str) -> bool:
         return name in self._ended
+
+    def store(self) -> StoreServer:
+        """Return the store of the groups in which this worker sends, opened by the first call. OSError if it cannot be
+        opened."""
+        if self._store is None or self._store.error is not None:
+            self._store = StoreServer(self.host, min(CONNECT_S, self._timeout_s))
+        return self._store
 
     def open(self, membership: Membership) -> CollectiveGroup:
         group = self._groups[membership.name] = CollectiveGroup(membership, self._timeout_s)
@@ -115,7 +138,7 @@ class Groups:
         """Close a group, and return it. None if it has ended before. Its transfers fail."""
         group = self._groups.pop(name, None)
         if group is not None:
-            self._ended.add(name)
+            self._ended.append(name)
             group.close()
         return group
 
@@ -133,7 +156,8 @@ class Groups:
         for group in [self.end(name) for name in list(self._groups)]:
             if group is not None:
                 group.join(until - time.monotonic())
-        self.store.close()
+        if self._store is not None:
+            self._store.close()
 
 
 class TransferSource:
@@ -195,7 +219,13 @@ class TransferSource:
         values = ready[0][0].snapshot.on_device
         if values is None:  # the receivers are lost
             return
-        group = self._group_of(ready, values.flat.device)
+        try:
+            group = self._group_of(ready, values.flat.device)
+        except Exception as error:  # no file descriptor for the store, or no thread for the group
+            self._use_host_memory([sending.to for sending, _ in ready], error)
+            for sending, _ in ready:
+                self._send_host(sending)
+            return
         for rank, (sending, place) in enumerate(ready, 1):
             sending.told = True
             self._tell(
@@ -214,24 +244,28 @@ class TransferSource:
         self._groups.run(group, values, partial(self._done, group.name))
 
     def _group_of(self, ready: list[tuple[Sending, Place]], device: torch.device) -> CollectiveGroup:
-        """Return the group of this worker and these receivers, made on first contact."""
+        """Return the group of this worker and these receivers, made on first contact. OSError or RuntimeError if it
+        cannot be made."""
         first = ready[0][0]
         options = self._outgoing.contact(first.to, first.stream, first.options).options
         key = (tuple((each.to, place) for each, place in ready), device, options)
         group = self._groups.get(self._by_key.get(key, ""))
         if group is None:
-            name = self._by_key[key] = f"{self._prefix}/{next(self._numbers)}"
+            store = self._groups.store()
             membership = Membership(
-                name=name,
-                store=self._groups.store.address,
+                name=f"{self._prefix}/{next(self._numbers)}",
+                store=store.address,
                 rank=0,
                 size=1 + len(ready),
                 device=device,
                 options=options,
                 host=self._groups.host,
                 peers=frozenset(each.to for each, _ in ready),
+                server=store,
             )
             group = self._groups.open(membership)
+            self._by_key = {key: name for key, name in self._by_key.items() if self._groups.get(name) is not None}
+            self._by_key[key] = group.name
         return group
 
     def _done(self, name: str, outcome: Outcome) -> None:
@@ -251,18 +285,21 @@ class TransferSource:
         group = self._groups.end(name)
         if group is None:  # it has ended before
             return
-        peers = sorted(group.membership.peers)
-        _log.warning(
-            "Worker %s: tensors for %s travel through host memory from now on, because their process group failed: %s",
-            self._worker,
-            ", ".join(peers),
-            why,
-        )
-        self._groups.road.host_only.update(peers)
-        for peer in peers:
+        self._use_host_memory(group.membership.peers, why)
+        for peer in group.membership.peers:
             self._tell(peer, EndGroup, group=name)
 
     # --- host memory ------------------------------------------------------------------------------------------------
+
+    def _use_host_memory(self, peers: Iterable[str], why: object) -> None:
+        """Send all later messages to these peers through host memory."""
+        _log.warning(
+            "Worker %s: tensors for %s travel through host memory from now on, because their process group failed: %s",
+            self._worker,
+            ", ".join(sorted(peers)),
+            why,
+        )
+        self._groups.road.host_only.update(peers)
 
     def handle_want_host(self, peer: str, want: WantHost) -> None:
         """Send the values of a message through host memory. So do all later ones to that peer, unless the group ended
@@ -278,7 +315,7 @@ class TransferSource:
     def send_all_host(self) -> None:
         """Copy the values that no receiver has asked for to host memory, where receivers on this host can read them
         after this worker's end."""
-        for sending in self._outgoing.sent():
+        for sending in list(self._outgoing.sent()):
             if sending.snapshot.on_device is not None and not (sending.kept or sending.told):
                 sending.told = True
                 self._send_host(sending)
@@ -292,21 +329,32 @@ class TransferSource:
             snapshot.want_host.append(sending)
             if len(snapshot.want_host) == 1:
                 name, values = f"tq-to-host-{self._worker}", snapshot.on_device
-                threading.Thread(target=self._copy_to_host, args=(snapshot, values), name=name).start()
+                try:
+                    threading.Thread(target=self._copy_to_host, args=(snapshot, values), name=name).start()
+                except RuntimeError as error:  # the system starts no more threads
+                    self._fail_waiting(snapshot, error)
 
     def _copy_to_host(self, snapshot: ValueSnapshot, values: DeviceValues) -> None:
         """Copy values into a slab. In a thread of its own."""
+        slab = None
         try:
             slab = self._slabs.take(snapshot.layout.nbytes)
             skeleton_from = snapshot.layout.skeleton_from
             values.copy_to(torch.from_numpy(slab.memory[:skeleton_from]))
             slab.memory[skeleton_from : snapshot.layout.nbytes] = np.frombuffer(snapshot.inline.buffer, np.uint8)
-        except Exception:
-            _log.exception(
-                "Worker %s: cannot copy a message of %d bytes to host memory", self._worker, values.flat.numel()
-            )
+        except Exception as error:  # no memory, or the device failed
+            if slab is not None:
+                self._slabs.give_back(slab)
+            self._groups.call(partial(self._fail_waiting, snapshot, error))
         else:
             self._groups.call(partial(self._tell_waiting, snapshot, slab))
+
+    def _fail_waiting(self, snapshot: ValueSnapshot, error: Exception) -> None:
+        """Fail a message for the receivers that wait for its values in host memory."""
+        waiting, snapshot.want_host = snapshot.want_host, []
+        for sending in waiting:
+            what = f"{sending.what}: cannot copy {snapshot.layout.nbytes:,} bytes to host memory: {error!r}"
+            self.fail(sending.to, sending, InternalError(what=what))
 
     def _tell_waiting(self, snapshot: ValueSnapshot, slab: OwnSlab) -> None:
         if not snapshot.add_slab(slab):
@@ -319,6 +367,11 @@ class TransferSource:
 
     def _tell_slab(self, sending: Sending, slab: OwnSlab) -> None:
         self._tell(sending.to, HostValues, stream=sending.stream, number=sending.number, slab=slab.name)
+
+    def fail(self, peer: str, message: ForSender | Sending, error: DataPlaneError) -> None:
+        """Fail a sent message, if its receiver has neither received nor refused it, at both ends."""
+        if self._outgoing.give_up(peer, message, error):
+            self._tell(peer, FailedMessage, stream=message.stream, number=message.number, **carried(error))
 
     def _is_pending(self, sending: Sending) -> bool:
         """Whether the receiver is alive and has neither received nor refused the message."""
@@ -357,23 +410,27 @@ class TransferReceiver:
     def begin(self, route: bytes, transfer: Transfer) -> None:
         """Take part in a transfer, also if the receive has given up: the other members wait for this one."""
         group = self._groups.get(transfer.group)
-        if self._groups.has_ended(transfer.group):
+        if group is None and self._groups.has_ended(transfer.group):
             self._want_host(route, transfer, "the process group has ended")
             return
-        if group is None:
-            group = self._groups.open(
-                Membership(
-                    name=transfer.group,
-                    store=transfer.store,
-                    rank=transfer.rank,
-                    size=transfer.size,
-                    device=torch.device(transfer.device),
-                    options=transfer.options,
-                    host=self._groups.host,
-                    peers=frozenset([transfer.source]),
-                )
-            )
+        try:
+            group = group or self._groups.open(self._membership(transfer))
+        except Exception as error:  # no thread for the group
+            self._want_host(route, transfer, repr(error))
+            return
         self._groups.run(group, transfer.nbytes, partial(self._done, route, transfer))
+
+    def _membership(self, transfer: Transfer) -> Membership:
+        return Membership(
+            name=transfer.group,
+            store=transfer.store,
+            rank=transfer.rank,
+            size=transfer.size,
+            device=torch.device(transfer.device),
+            options=transfer.options,
+            host=self._groups.host,
+            peers=frozenset([transfer.source]),
+        )
 
     def _done(self, route: bytes, transfer: Transfer, outcome: Outcome) -> None:
         """Complete a fetch with the received bytes, or request them through host memory."""

@@ -9,6 +9,7 @@ A sender's messages go over its connection to the receiver's port; the answers r
     Data + bytes    ------------->
     <-------------  MessageReceived                 taken by a receive
     <-------------  RefusedMessage                  matched with a receive that expected something else
+    FailedMessage   ------------->                  the sender cannot send the values
 
 Tensors on a device may travel by its collectives (see `workers.messages.transfers`).
 
@@ -262,6 +263,19 @@ class HostValues(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     slab: Slab
 
 
+class FailedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The sender has failed the message: its values will not arrive. source, incarnation, receiver: as in Data; error,
+    facts: as in RefusedMessage."""
+
+    stream: bytes
+    number: int
+    source: str
+    incarnation: int
+    receiver: int
+    error: str
+    facts: dict[str, Any]
+
+
 class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A process group failed: end it."""
 
@@ -271,8 +285,12 @@ class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     group: str
 
 
-Request = PostMessage | Data | ForgetMessage | WantMessage | Transfer | HostValues | EndGroup
+Request = PostMessage | Data | ForgetMessage | WantMessage | Transfer | HostValues | FailedMessage | EndGroup
 Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent | Ready | WantHost
+ForSender = Held | Settled | MessageReceived | RefusedMessage | Pull | Ready | WantHost
+"""Messages about one that this worker sent."""
+ForReceiver = Absent | Data | FailedMessage | HostValues | Transfer
+"""Messages about one that this worker receives."""
 FOLLOWED = (PostMessage, Data)
 """A frame of bytes follows the header of these messages."""
 
@@ -280,7 +298,7 @@ decode_request: Callable[[Any], Request] = decoder(Request)
 decode_answer: Callable[[Any], Answer] = decoder(Answer)
 
 
-def incarnations(message: PostMessage | Data | Transfer | HostValues) -> tuple[int, int]:
+def incarnations(message: PostMessage | Data | Transfer | HostValues | FailedMessage) -> tuple[int, int]:
     """Return the incarnations of the source and of the receiver."""
     return message.incarnation, message.receiver
 

@@ -1,0 +1,222 @@
+"""An error at any part of a message's way is that message's, at both of its ends: none is only logged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.errors import InternalError
+from tests.restarts import wait_until
+from tests.workers.messages.messengers import WAIT_S, Here, address, settling
+from tests.workers.messages.test_limits import _once
+from workers.messages import Messenger, transfers
+from workers.messages.collectives import CollectiveGroup, _Job
+from workers.messages.incoming import Incoming
+from workers.messages.io_thread import IoThread
+from workers.messages.outgoing import OutgoingMessages
+from workers.messages.transfers import TransferReceiver, TransferSource
+
+pytestmark = pytest.mark.integration
+
+A, B, C = address(0), address(1), address(2)
+NAMES = [A, B, C]
+BIG = 3 << 20
+
+
+@pytest.fixture
+def switched() -> Iterator[Here]:
+    """Workers of one host whose tensors travel by process groups."""
+    workers = Here(True, collectives="always")
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def far() -> Iterator[Here]:
+    """Workers as if each was on a host of its own."""
+    workers = Here(False)
+    yield workers
+    workers.close()
+
+
+def _fails_at_both_ends(a: Messenger, b: Messenger, monkeypatch: pytest.MonkeyPatch, match: str = "a defect") -> None:
+    with settling(monkeypatch):
+        sent = a.send(torch.arange(BIG), B, async_op=True)
+        assert sent is not None
+        with pytest.raises(InternalError, match=match):
+            b.recv(A)
+        with pytest.raises(InternalError, match=match):
+            sent.wait()
+    assert not a._backlog.waiting_bytes
+    a.send("fine", B, async_op=True)
+    assert b.recv(A) == "fine"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(IoThread, "_send_chunk"), (Incoming, "receive_chunk")])
+def test_an_error_at_a_chunk(far: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    a, b = far.workers(2)
+    monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
+    _fails_at_both_ends(a, b, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(TransferSource, "handle_ready"), (TransferReceiver, "begin")],
+)
+def test_an_error_at_a_transfer(switched: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    a, b = switched.workers(2)
+    monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
+    _fails_at_both_ends(a, b, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(TransferSource, "handle_want_host"), (TransferSource, "_send_host"), (Incoming, "use_host_values")],
+)
+def test_an_error_on_the_way_to_host_memory(
+    switched: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    a, b = switched.worker(A), switched.worker(B, collectives="never")
+    monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
+    _fails_at_both_ends(a, b, monkeypatch)
+
+
+def test_no_host_memory_for_the_values(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.worker(A), switched.worker(B, collectives="never")
+
+    def no_memory(nbytes: int) -> Any:
+        raise MemoryError(f"none for {nbytes}")
+
+    with monkeypatch.context() as without:
+        without.setattr(a._slabs, "take", no_memory)
+        with settling(monkeypatch):
+            sent = a.send(torch.arange(BIG), B, async_op=True)
+            assert sent is not None
+            with pytest.raises(InternalError, match="cannot copy 25,165,824 bytes to host memory: MemoryError"):
+                b.recv(A)
+            with pytest.raises(InternalError, match="cannot copy 25,165,824 bytes to host memory: MemoryError"):
+                sent.wait()
+    assert not a._backlog.waiting_bytes
+    a.send(torch.arange(BIG), B, async_op=True)
+    assert torch.equal(b.recv(A), torch.arange(BIG))
+
+
+def test_a_slab_whose_copy_fails_is_given_back(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.worker(A), switched.worker(B, collectives="never")
+    monkeypatch.setattr(transfers.DeviceValues, "copy_to", _once(transfers.DeviceValues.copy_to))
+    _fails_at_both_ends(a, b, monkeypatch)
+    assert len(a._slabs._idle) == a._slabs._open_count == 1
+
+
+def test_a_peer_to_which_nothing_can_be_sent(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages are dropped, and other peers get theirs."""
+    a, b, c = switched.worker(A), switched.worker(B, collectives="never"), switched.worker(C)
+    sent = a.send(torch.arange(BIG), B, async_op=True)
+    assert sent is not None
+    sent.wait()
+    monkeypatch.setattr(a._io_thread._links, "send", _once(a._io_thread._links.send))
+    waiting = b.recv(A, async_op=True)
+    wait_until(lambda: not a._backlog.waiting_bytes, "the message is dropped")
+    a.send("fine", C, async_op=True)
+    assert c.recv(A) == "fine"
+    assert not waiting.done()
+
+
+def _no_thread(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+def test_no_thread_for_the_copy_to_host_memory(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.worker(A), switched.worker(B, collectives="never")
+    with monkeypatch.context() as without:
+        without.setattr(transfers, "threading", SimpleNamespace(Thread=_no_thread))
+        _fails_at_both_ends(a, b, monkeypatch, match="can't start new thread")
+
+
+@pytest.mark.parametrize("failing", [A, B], ids=["sender", "receiver"])
+def test_no_thread_for_a_process_group(switched: Here, monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
+    a, b = switched.workers(2)
+    real: Callable[..., Any] = CollectiveGroup._start
+
+    def start(self: CollectiveGroup, *args: Any) -> Any:
+        is_sender = self.membership.rank == 0
+        return _no_thread() if is_sender == (failing == A) else real(self, *args)
+
+    monkeypatch.setattr(CollectiveGroup, "_start", start)
+    for number in range(2):
+        a.send(torch.full((BIG,), number), B, async_op=True)
+        assert torch.equal(b.recv(A), torch.full((BIG,), number))
+    assert a._io_thread._groups.road.host_only == {"g:1"}
+
+
+def test_no_thread_for_the_process_group_of_a_broadcast(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = switched.workers(3)
+    monkeypatch.setattr(CollectiveGroup, "_start", _no_thread)
+    works = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in workers]
+    for work in works:
+        assert torch.equal(work.wait(), torch.arange(BIG))
+
+
+def test_a_group_closes_without_a_thread_to_abort_it(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.workers(2)
+    a.send(torch.arange(3), B)
+    assert torch.equal(b.recv(A), torch.arange(3))
+    monkeypatch.setattr(CollectiveGroup, "_start", _no_thread)
+    (group,) = a._io_thread._groups._groups.values()
+    outcomes: list[Any] = []
+    group._pending.add(_Job(0, outcomes.append))
+    group.close()
+    assert [type(each) for each in outcomes] == [ConnectionError]
+
+
+def test_a_request_that_cannot_be_sent_leaves_no_fetch(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receive fails, and the next one gets the message."""
+    a, b = switched.workers(2)
+    a.send(torch.arange(BIG), B, async_op=True)
+    fetches = b._io_thread.incoming._fetches
+    monkeypatch.setattr(fetches, "_request_transfer", _once(fetches._request_transfer))
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        b.recv(A)
+    assert torch.equal(b.recv(A), torch.arange(BIG))
+
+
+def test_a_failed_message_without_a_receive_fails_the_next_one(far: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values were requested by a receive that has given up."""
+    a, b = far.workers(2)
+    a.send("first contact", B, async_op=True)
+    assert b.recv(A) == "first contact"
+    asked, given_up = threading.Event(), threading.Event()
+
+    def fail(*_: Any) -> None:
+        asked.set()
+        assert given_up.wait(WAIT_S)
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(a._io_thread, "_send_chunk", fail)
+    sent = a.send(torch.arange(BIG), B, async_op=True)
+    assert sent is not None
+    sent.wait()
+    work = b.recv(A, async_op=True)
+    assert asked.wait(WAIT_S)
+    del work
+    b._io_thread.call(given_up.set)  # after the receive was withdrawn
+    a.send("next", B, async_op=True)
+    with pytest.raises(InternalError, match="a defect"):
+        b.recv(A)
+    assert b.recv(A) == "next"
+    with pytest.raises(InternalError, match="a defect"):
+        a.send(1, B)
+
+
+def test_an_answer_that_cannot_be_handled_fails_its_message(far: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = far.workers(2)
+    monkeypatch.setattr(OutgoingMessages, "handle_answer", _once(OutgoingMessages.handle_answer))
+    with pytest.raises(InternalError, match="a defect"):
+        a.send(1, B)
+    a.send("fine", B, async_op=True)
+    assert b.recv(A) in (1, "fine")
