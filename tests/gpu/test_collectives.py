@@ -30,7 +30,34 @@ def _on(index: int) -> Any:
     return {"x": torch.arange(BIG, device=_device(index)), "n": 1}
 
 
-def test_workers_that_share_an_accelerator_use_host_memory() -> None:
+def _answer_on_one(messenger: Messenger, pipe: Any) -> None:
+    for number in range(5):
+        got = messenger.recv(A)
+        assert got["x"].device == _device(0)
+        assert torch.equal(got["x"].cpu(), torch.arange(BIG))
+        messenger.send({"x": got["x"] + number}, A)
+    messenger.broadcast(None, [A, B])
+    pipe.send(len(messenger._io_thread._groups.road.host_only))
+    pipe.poll(120)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_processes_on_one_gpu_copy_from_its_memory() -> None:
+    workers = Here(True)
+    a = workers.worker(A)
+    with elsewhere(workers.directory, B, _answer_on_one) as peer:
+        for number in range(5):
+            value = _on(0)
+            a.send(value, B, async_op=True)
+            value["x"].zero_()
+            assert torch.equal(a.recv(B)["x"].cpu(), torch.arange(BIG) + number)
+        a.broadcast(_on(0), [A, B])
+        assert peer.hear() == 0
+        assert not a._io_thread._groups.road.host_only
+    workers.close()
+
+
+def test_workers_of_one_process_use_host_memory() -> None:
     workers = Here(True)
     a, b = workers.workers(2)
     for _ in range(2):

@@ -438,7 +438,7 @@ class IoThread:
             case WantMessage():
                 if request.receiver == self.incarnation:  # otherwise the asker soon turns to the source
                     self.incoming.handle_want(route, request)
-            case wire.Transfer():
+            case wire.Transfer() | wire.SharedValues():
                 self.incoming.transfers.begin(route, request)
             case wire.HostValues():
                 self.incoming.use_host_values(request)

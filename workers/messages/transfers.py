@@ -4,6 +4,7 @@
     PostMessage with `offer`  ------------------->  queued, or matched with a waiting receive
     <-------------  Ready                           a receive took the message, and names its device
     Transfer        ------------->                  both ends take part in a broadcast of the process group
+    SharedValues    ------------->                  on the sender's device: the receiver copies from its memory
     <-------------  WantHost                        no such device, or the process group failed
     HostValues      ------------->                  the values are in host memory now, as without `offer`
     FailedMessage   ------------->                  the values cannot be sent
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from dataplane.errors import DataPlaneError, InternalError
+from workers.messages import device_sharing
 from workers.messages.collectives import (
     CONNECT_S,
     JOIN_S,
@@ -55,6 +57,7 @@ from workers.messages.wire import (
     HostValues,
     Place,
     Ready,
+    SharedValues,
     Transfer,
     WantHost,
     incarnations,
@@ -188,37 +191,55 @@ class TransferSource:
         sending = self._outgoing.message_to_pull(peer, ready)
         if sending is None or sending.snapshot.on_device is None:
             return
-        snapshot, ours = sending.snapshot, sending.snapshot.on_device.place
-        if ready.place.uuid and ready.place.uuid == ours.uuid:  # collectives do not connect workers that share a device
-            self._groups.road.host_only.add(peer)
+        snapshot = sending.snapshot
         if peer in self._groups.road.host_only:
             self._send_host(sending)
-        elif snapshot.receivers == 1 or snapshot.ready is None:
-            self._begin([(sending, ready.place)])
-        else:
-            snapshot.ready.append((sending, ready.place))
-            if len(snapshot.ready) == snapshot.receivers:
-                self._begin_gathered(snapshot)
-            elif len(snapshot.ready) == 1:
-                self._groups.schedule(GATHER_S, partial(self._begin_gathered, snapshot))
+            return
+        late, snapshot.ready = snapshot.ready is None, [*(snapshot.ready or []), (sending, ready.place)]
+        if late or len(snapshot.ready) == snapshot.receivers:
+            self._begin_gathered(snapshot)
+        elif len(snapshot.ready) == 1:
+            self._groups.schedule(GATHER_S, partial(self._begin_gathered, snapshot))
 
     def _begin_gathered(self, snapshot: ValueSnapshot) -> None:
         """Begin the transfer to the receivers that are ready: to all together, or to each if some are missing or share
-        a device."""
-        ready, snapshot.ready = snapshot.ready or [], None
-        devices = [place.uuid or each.to for each, place in ready]
-        if len(set(devices)) == snapshot.receivers and all(self._is_pending(each) for each, _ in ready):
-            self._begin(sorted(ready, key=lambda each: each[0].to))
+        a device. Those on this worker's device copy the values themselves, because collectives do not reach them."""
+        ready, snapshot.ready = [each for each in snapshot.ready or [] if self._is_pending(each[0])], None
+        if snapshot.on_device is None:  # the receivers are lost
             return
-        for each in ready:
-            if self._is_pending(each[0]):
-                self._begin([each])
+        ours = snapshot.on_device.place.uuid
+        apart = [each for each in ready if not ours or each[1].uuid != ours]
+        devices = {place.uuid or each.to for each, place in apart}
+        if apart and len(ready) == snapshot.receivers and len(devices) == len(apart):
+            self._begin(sorted(apart, key=lambda each: each[0].to), snapshot.on_device)
+        else:
+            for each in apart:
+                self._begin([each], snapshot.on_device)
+        for sending, place in ready:
+            if ours and place.uuid == ours:
+                self._share(sending, place, snapshot.on_device)
 
-    def _begin(self, ready: list[tuple[Sending, Place]]) -> None:
-        """Begin one transfer to these receivers."""
-        values = ready[0][0].snapshot.on_device
-        if values is None:  # the receivers are lost
+    def _share(self, sending: Sending, place: Place, values: DeviceValues) -> None:
+        """Let a receiver on this worker's device copy the values."""
+        try:
+            memory = device_sharing.share(values)
+        except Exception as error:  # the device or its allocator does not support it
+            self._use_host_memory([sending.to], error)
+            self._send_host(sending)
             return
+        sending.told = True
+        self._tell(
+            sending.to,
+            SharedValues,
+            stream=sending.stream,
+            number=sending.number,
+            device=place.device,
+            nbytes=values.flat.numel(),
+            memory=memory,
+        )
+
+    def _begin(self, ready: list[tuple[Sending, Place]], values: DeviceValues) -> None:
+        """Begin one transfer to these receivers."""
         try:
             group = self._group_of(ready, values.flat.device)
         except Exception as error:  # no file descriptor for the store, or no thread for the group
@@ -294,7 +315,7 @@ class TransferSource:
     def _use_host_memory(self, peers: Iterable[str], why: object) -> None:
         """Send all later messages to these peers through host memory."""
         _log.warning(
-            "Worker %s: tensors for %s travel through host memory from now on, because their process group failed: %s",
+            "Worker %s: tensors for %s travel through host memory from now on, because the way by devices failed: %s",
             self._worker,
             ", ".join(sorted(peers)),
             why,
@@ -407,8 +428,13 @@ class TransferReceiver:
         else:
             self._reply(arrival.route, Ready(stream=post.stream, number=post.number, place=place_of(device)))
 
-    def begin(self, route: bytes, transfer: Transfer) -> None:
-        """Take part in a transfer, also if the receive has given up: the other members wait for this one."""
+    def begin(self, route: bytes, transfer: Transfer | SharedValues) -> None:
+        """Take part in a transfer, also if the receive has given up: the other members wait for this one, or the sender
+        for the end of the shared memory."""
+        if isinstance(transfer, SharedValues):
+            name = f"tq-from-{transfer.source}"
+            threading.Thread(target=self._copy_shared, args=(route, transfer), name=name, daemon=True).start()
+            return
         group = self._groups.get(transfer.group)
         if group is None and self._groups.has_ended(transfer.group):
             self._want_host(route, transfer, "the process group has ended")
@@ -419,6 +445,15 @@ class TransferReceiver:
             self._want_host(route, transfer, repr(error))
             return
         self._groups.run(group, transfer.nbytes, partial(self._done, route, transfer))
+
+    def _copy_shared(self, route: bytes, shared: SharedValues) -> None:
+        """Copy values from the sender's memory. In a thread of its own."""
+        outcome: Outcome
+        try:
+            outcome = device_sharing.copy_of(shared.memory, shared.nbytes, torch.device(shared.device))
+        except Exception as error:  # for example: the processes cannot see each other
+            outcome = error
+        self._groups.call(partial(self._done, route, shared, outcome))
 
     def _membership(self, transfer: Transfer) -> Membership:
         return Membership(
@@ -432,10 +467,11 @@ class TransferReceiver:
             peers=frozenset([transfer.source]),
         )
 
-    def _done(self, route: bytes, transfer: Transfer, outcome: Outcome) -> None:
+    def _done(self, route: bytes, transfer: Transfer | SharedValues, outcome: Outcome) -> None:
         """Complete a fetch with the received bytes, or request them through host memory."""
         if isinstance(outcome, Exception):
-            self._groups.end(transfer.group)
+            if isinstance(transfer, Transfer):
+                self._groups.end(transfer.group)
             self._want_host(route, transfer, f"{type(outcome).__name__}: {outcome}")
             return
         fetch = self._find((transfer.source, transfer.stream, transfer.number))
@@ -445,5 +481,6 @@ class TransferReceiver:
         arrival.unpacked = Unpacked(arrival.skeleton, tensors_of(arrival.post.layout, outcome))
         self._finish(fetch)
 
-    def _want_host(self, route: bytes, transfer: Transfer, why: str) -> None:
-        self._reply(route, WantHost(stream=transfer.stream, number=transfer.number, group=transfer.group, why=why))
+    def _want_host(self, route: bytes, transfer: Transfer | SharedValues, why: str) -> None:
+        group = transfer.group if isinstance(transfer, Transfer) else ""
+        self._reply(route, WantHost(stream=transfer.stream, number=transfer.number, group=group, why=why))

@@ -252,6 +252,34 @@ class Transfer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nbytes: Annotated[int, msgspec.Meta(gt=0)]
 
 
+class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
+    """How another process opens the memory of a tensor. The fields are those of torch's `_share_cuda_`: the allocation
+    and the tensor's place in it; the counter by which torch in the owner's process learns that the other process has
+    closed it; and the event after which the values are there."""
+
+    handle: bytes
+    nbytes: int
+    offset: int
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    event_needed: bool
+
+
+class SharedValues(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to Ready of a receiver on the sender's device: copy the values from this memory. device: on which the
+    receiver receives; source, incarnation, receiver: as in Data."""
+
+    stream: bytes
+    number: int
+    source: str
+    incarnation: int
+    receiver: int
+    device: str
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+    memory: SharedMemory
+
+
 class HostValues(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The values of a message with an offer are in this slab now; source, incarnation, receiver: as in Data."""
 
@@ -285,11 +313,13 @@ class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     group: str
 
 
-Request = PostMessage | Data | ForgetMessage | WantMessage | Transfer | HostValues | FailedMessage | EndGroup
+Request = (
+    PostMessage | Data | ForgetMessage | WantMessage | Transfer | SharedValues | HostValues | FailedMessage | EndGroup
+)
 Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent | Ready | WantHost
 ForSender = Held | Settled | MessageReceived | RefusedMessage | Pull | Ready | WantHost
 """Messages about one that this worker sent."""
-ForReceiver = Absent | Data | FailedMessage | HostValues | Transfer
+ForReceiver = Absent | Data | FailedMessage | HostValues | SharedValues | Transfer
 """Messages about one that this worker receives."""
 FOLLOWED = (PostMessage, Data)
 """A frame of bytes follows the header of these messages."""
@@ -298,7 +328,7 @@ decode_request: Callable[[Any], Request] = decoder(Request)
 decode_answer: Callable[[Any], Answer] = decoder(Answer)
 
 
-def incarnations(message: PostMessage | Data | Transfer | HostValues | FailedMessage) -> tuple[int, int]:
+def incarnations(message: PostMessage | Data | Transfer | SharedValues | HostValues | FailedMessage) -> tuple[int, int]:
     """Return the incarnations of the source and of the receiver."""
     return message.incarnation, message.receiver
 
