@@ -226,12 +226,12 @@ class CollectiveGroup:
             self._closing.set()
             self._error = error = self._error or self._closed_error()
             group, pending = self._group, list(self._pending)
-        self._jobs.put(None)
         for job in pending:
             self._finish(job, error)
         if group is not None:  # aborting may block
             with contextlib.suppress(RuntimeError):  # the system starts no more threads
                 self._threads.append(self._start(f"tq-abort-{self.name}", partial(self._abort, group)))
+        self._jobs.put(None)
 
     def join(self, within_s: float) -> None:
         """Wait for the threads of a closed group, at most so long. One that is in the backend's code when Python ends
@@ -260,6 +260,8 @@ class CollectiveGroup:
             self._finish(job, self._outcome(job.values))
             del job  # this thread keeps no values while it waits
         self._group = None
+        for aborting in self._threads[1:]:  # until it has ended, the exit of Python has to wait
+            aborting.join()
         atexit.unregister(self._end)
 
     def _finish(self, job: _Job, outcome: Outcome) -> None:

@@ -174,6 +174,21 @@ def test_a_group_closes_without_a_thread_to_abort_it(switched: Here, monkeypatch
     assert [type(each) for each in outcomes] == [ConnectionError]
 
 
+def test_python_does_not_exit_while_a_group_is_aborted(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.workers(2)
+    a.send(torch.arange(3), B)
+    assert torch.equal(b.recv(A), torch.arange(3))
+    go_on = threading.Event()
+    monkeypatch.setattr(CollectiveGroup, "_abort", lambda self, group: go_on.wait(WAIT_S))
+    (group,) = a._io_thread._groups._groups.values()
+    group.close()
+    group.join(0.2)
+    assert [thread.is_alive() for thread in group._threads] == [True, True]
+    go_on.set()
+    group.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in group._threads)
+
+
 def test_a_request_that_cannot_be_sent_leaves_no_fetch(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receive fails, and the next one gets the message."""
     a, b = switched.workers(2)
