@@ -129,7 +129,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; GB/s of row bytes")
     names = ["padded", "located", "jagged", "pinned", "padded cpu", "jagged cpu", "put", "pinned back", "put cpu"]
     print("| MB | rows | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 2))
-    with closing(Service({"capacity_bytes": 6 << 30})) as service, connect(service.address) as client:
+    with closing(Service({"capacity_bytes": 8 << 30})) as service, connect(service.address) as client:
         for megabytes, count in SIZES:
             if megabytes <= arguments.most_megabytes:
                 rates = measure(client, megabytes, count)

@@ -23,6 +23,7 @@ def share(values: DeviceValues) -> SharedMemory:
     with torch.cuda.device(device):
         if values.ready is not None:
             devices.current_stream(device).wait_event(values.ready)  # torch's event follows the current stream
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what other processes have closed
         _, *facts = storage._share_cuda_()  # type: ignore[no-untyped-call]
     return SharedMemory(*facts)
 
