@@ -4,8 +4,8 @@ Each row of the table is a batch of one int32 column of jagged rows (lengths spr
 half times the mean, in random order). Rates count the bytes of the rows. They are best of several turns:
 
 - pinned: the ceiling, one copy of the same bytes from torch's pinned memory to the GPU (or back, for puts).
-- padded, jagged: `get_batch(device="cuda")`; located: padded, with a meta of `locate`; put: `put_samples` of a tensor on
-  the GPU.
+- padded, jagged: `get_batch(device="cuda")`; located: padded, with a meta of `locate`; put: `put_samples` of a tensor
+  on the GPU.
 - padded cpu, jagged cpu: `get_batch()` and `.cuda()`; put cpu: `.cpu()` and `put_samples`.
 """
 

@@ -121,16 +121,16 @@ def _copy_stream(index: int) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def copying(device: torch.device, *, after_current: bool = False) -> Iterator[Callable[[torch.Tensor], None]]:
+def copying(device: torch.device, *, after_current: bool = False) -> Iterator[None]:
     """Hold `lock` and enqueue the body's work on the copy stream of a GPU; wait until it is complete. Other streams go
-    on. after_current: begin after the work that this thread's current stream has now. Gives a function to call with
-    each tensor that was allocated in the body and that the current stream will use."""
+    on. after_current: begin after the work that this thread's current stream has now. Tensors that are allocated in
+    the body belong to the copy stream: record the streams that use them."""
     with torch.cuda.device(device):
         stream, current = _copy_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         with lock, torch.cuda.stream(stream):
             if after_current:
                 stream.wait_stream(current)
             try:
-                yield lambda tensor: tensor.record_stream(current)
+                yield
             finally:  # also after an error, before the memory is reused
                 stream.synchronize()

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,16 +22,15 @@ from dataplane.core.durations import seconds
 from dataplane.core.failpoints import hit
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
+from dataplane.data.columns import use_on_current_stream
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import (
-    CallTimeoutError,
     ClaimTimeoutError,
     ClientClosedError,
     DataPlaneError,
-    PartitionDroppedError,
-    PartitionNotFoundError,
     StaleSampleError,
 )
+from dataplane.training.prefetch_queue import PrefetchQueue
 
 log = logging.getLogger(__name__)
 CLAIM_S = 1.0
@@ -323,7 +321,7 @@ class _MicroBatchSource:
         self._timeout_s = timeout_s
         self._leased: KVBatchMeta | None = None
         self._leased_until = 0.0
-        self._queue = _PrefetchQueue(prefetch)
+        self._queue: PrefetchQueue[MicroBatch] = PrefetchQueue(prefetch)
         self._thread = self._start_thread() if prefetch else None
         weakref.finalize(self, self._queue.close)  # ends the thread, which does not refer to this object
 
@@ -347,6 +345,8 @@ class _MicroBatchSource:
         while True:  # until a micro-batch need not be skipped
             batch = self._next(max(deadline - time.monotonic(), 0.0))
             if batch is None or self._renew_lease(batch.meta):
+                if batch is not None:
+                    use_on_current_stream(batch.data.values())
                 return batch
 
     def _acknowledge(self, meta: KVBatchMeta) -> None:
@@ -391,99 +391,7 @@ class _MicroBatchSource:
         _release_rest(self._claims, self._queue)
 
 
-class _PrefetchQueue:
-    """At most `capacity` micro-batches between the prefetch thread and the consumer. `_late`: timeout of the last
-    claim, if any. `_ended`, `_failure`: the thread has reached the end of the stream, or an error. `_reported`: the
-    consumer has received that end or error. `_closed`: `close` was called."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._changed = threading.Condition()
-        self._ready: deque[MicroBatch] = deque()
-        self._late: ClaimTimeoutError | None = None
-        self._failure: Exception | None = None
-        self._ended = self._reported = self._closed = False
-
-    def wait_for_space(self) -> bool:
-        """Block until there is space. Return False after the queue was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._capacity)
-            return not self._closed
-
-    def put(self, batch: MicroBatch | None) -> None:
-        """Add a micro-batch, or None for the end. What is added after closing is left for `take_rest`."""
-        with self._changed:
-            if batch is None:
-                self._ended = True
-            else:
-                self._ready.append(batch)
-            self._late = None  # the last claim did not time out
-            self._changed.notify_all()
-
-    def record_timeout(self, error: ClaimTimeoutError) -> None:
-        """Record the error of a claim that timed out, which `take` then raises at its own timeout."""
-        with self._changed:
-            self._late = error
-
-    def fail(self, error: Exception) -> None:
-        """Record the error that ended the prefetch thread."""
-        with self._changed:
-            self._failure = error
-            self._changed.notify_all()
-
-    def take(self, timeout_s: float, *, waited_s: float) -> MicroBatch | None:
-        """Remove and return the first micro-batch, None at the end. Raise `ClientClosedError` after closing, the error
-        that ended the prefetch thread, or TimeoutError after `timeout_s`, which reports the time `waited_s`."""
-        with self._changed:
-            in_time = self._changed.wait_for(
-                lambda: self._ready or self._ended or self._failure or self._closed, timeout_s
-            )
-            self.check_open()
-            if self._ready:  # also after the end or an error, which come last
-                self._changed.notify_all()  # the thread has space
-                return self._ready.popleft()
-            if not in_time:
-                raise self._timeout_error(waited_s)
-            self._reported = True
-            if self._failure is not None:
-                raise self._failure
-            return None
-
-    def reset_if_over(self) -> bool:
-        """Reset the end or error of the thread, and return True, if the consumer has received it, or if the error says
-        that the partition did not exist: it may exist again now. A new thread is then needed."""
-        with self._changed:
-            no_partition = isinstance(self._failure, PartitionNotFoundError | PartitionDroppedError) and not self._ready
-            is_over = (self._reported or no_partition) and not self._closed
-            self._reported = False
-            if is_over:
-                self._ended, self._failure, self._late = False, None, None
-            return is_over
-
-    def _timeout_error(self, waited_s: float) -> Exception:
-        """Return the error of the last claim that timed out, or one without a reason if there was none."""
-        if self._late is None:
-            return CallTimeoutError(what="the next micro-batch of a loader", waited_s=waited_s, peer="the service")
-        return ClaimTimeoutError(**{**self._late.facts, "waited_s": waited_s})
-
-    def check_open(self) -> None:
-        if self._closed:
-            raise ClientClosedError(why="the StreamingDataLoader was closed; create another one")
-
-    def close(self) -> None:
-        """Close the queue: `take` fails from now on. The micro-batches stay for `take_rest`."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def take_rest(self) -> list[MicroBatch]:
-        """Remove and return the micro-batches that were not taken before closing."""
-        with self._changed:
-            rest, self._ready = list(self._ready), deque()
-            return rest
-
-
-def _run_prefetch(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -> None:
+def _run_prefetch(claims: _ClaimReader, queue: PrefetchQueue[MicroBatch], claim_s: float) -> None:
     """Run the prefetch thread: claim and read while there is space, until the end, an error or `queue.close`."""
     more = True
     while more and queue.wait_for_space():
@@ -501,6 +409,6 @@ def _run_prefetch(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -
         _release_rest(claims, queue)
 
 
-def _release_rest(claims: _ClaimReader, queue: _PrefetchQueue) -> None:
+def _release_rest(claims: _ClaimReader, queue: PrefetchQueue[MicroBatch]) -> None:
     for batch in queue.take_rest():
         claims.release(batch.meta)

@@ -21,7 +21,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
     StaleSampleError,
 )
-from dataplane.training.data_loader import _PrefetchQueue
+from dataplane.training.prefetch_queue import PrefetchQueue
 from tests.restarts import wait_until
 from tests.service import client, server
 from tests.streams import NEVER_S, TASKS, loader, partition, prefetches, put, rewards
@@ -214,7 +214,7 @@ def test_what_an_earlier_partition_kept_waiting_for_is_forgotten_with_it() -> No
     late = ClaimTimeoutError(
         partition="old", task="train", wanted=2, ready=0, waited_s=1.0, why="no sample has 'reward'"
     )
-    queue = _PrefetchQueue(1)
+    queue: PrefetchQueue[Any] = PrefetchQueue(1)
     queue.record_timeout(late)
     queue.fail(PartitionNotFoundError(partition="old"))
     assert queue.reset_if_over()

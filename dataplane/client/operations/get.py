@@ -36,6 +36,7 @@ from dataplane.data.columns import (
     decode_batch,
     decode_columns,
     decode_on_device,
+    use_on_current_stream,
 )
 from dataplane.data.jagged import checked_width, not_per_token
 from dataplane.data.meta import CellPlaces, KVBatchMeta
@@ -72,11 +73,12 @@ def get(
         return assemble(sources, empty=session_state.empty, **_decoding(session_state))
 
     there = device is not None
-    return (
-        yield from _read(
-            session_state, names, partition, select_fields, parts, build, unpadded=not there, on_device=there
-        )
+    samples: TensorDict = yield from _read(
+        session_state, names, partition, select_fields, parts, build, unpadded=not there, on_device=there
     )
+    if there:  # in the caller's thread, unlike `build`
+        use_on_current_stream(samples.values())
+    return samples
 
 
 @with_retry
@@ -222,6 +224,8 @@ def get_batch(
     batch: BatchedDataDict[Any] = yield from _read(
         session_state, meta, meta.partition_id, select_fields, parts, build, on_device=device is not None
     )
+    if device is not None:  # in the caller's thread, unlike `build`
+        use_on_current_stream(batch.values())
     return batch
 
 

@@ -15,7 +15,7 @@ from dataplane.data.columns.decode import (
     fresh,
     from_pool,
 )
-from dataplane.data.columns.device_decode import decode_on_device
+from dataplane.data.columns.device_decode import decode_on_device, use_on_current_stream
 from dataplane.data.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
 from dataplane.data.columns.row_source import InnerPart, RowSource
 from dataplane.data.columns.specs import declared_specs
@@ -47,4 +47,5 @@ __all__ = [
     "fresh",
     "require_fields",
     "from_pool",
+    "use_on_current_stream",
 ]

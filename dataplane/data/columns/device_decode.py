@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
 
 from dataplane.core import cuda_copy
@@ -40,8 +41,8 @@ def decode_on_device(
 ) -> dict[str, Column]:
     """Return the result of `decode_batch` with its tensors on `device`, a CUDA device. Object columns stay on the CPU.
 
-    Blocks until the copies are complete. They run on a stream of their own, so kernels of other streams go on; the
-    tensors may be used on the current stream. Raises as `decode_batch`.
+    Blocks until the copies are complete. They run on a stream of their own, so kernels of other streams go on. Call
+    `use_on_current_stream` before the tensors are used. Raises as `decode_batch`.
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
@@ -72,14 +73,20 @@ def decode_on_device(
         )
         for name, source in tensors.items()
     ]
-    with copying(device) as used_by_caller:
+    with copying(device):
         moved = {name: _to_device(column, device) for name, column in decoded.items()}
         outs = _fill(targets, device, copier)
         offsets = SharedOffsets(device)
         moved |= {target.name: target.column(out, offsets) for target, out in zip(targets, outs, strict=True)}
-        for tensor in itertools.chain.from_iterable(map(_tensors_of, moved.values())):
-            used_by_caller(tensor)
     return {name: moved[name] for name in sources}
+
+
+def use_on_current_stream(columns: Iterable[Any]) -> None:
+    """Let the current stream of this thread use the tensors of columns on CUDA devices. torch then reuses their memory
+    only after the work that this stream has when they are freed."""
+    for tensor in itertools.chain.from_iterable(map(_tensors_of, columns)):
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +205,12 @@ def _to_device(column: Column, device: torch.device) -> Column:
     return column
 
 
-def _tensors_of(column: Column) -> list[Tensor]:
+def _tensors_of(column: Any) -> list[Tensor]:
     """Return the plain tensors of a column."""
+    if isinstance(column, NonTensorStack):  # ragged rows, or objects
+        column = column.tolist()
     if isinstance(column, list):
-        return column
+        return [row for row in column if isinstance(row, Tensor)]
     if not isinstance(column, Tensor):
         return []
     return [detached_values(column), column.offsets()] if is_jagged(column) else [column]  # type: ignore[attr-defined]
