@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dataplane.client import unit_connections
 from dataplane.core import cuda_copy, cuda_memory, devices
 from dataplane.data.columns import device_decode
 
@@ -41,7 +42,7 @@ class FakeGpu:
 @contextlib.contextmanager
 def _copying(device: torch.device, **_: Any) -> Iterator[None]:
     assert device == CPU
-    with cuda_memory.lock:
+    with cuda_memory.lock, cuda_memory._counted():
         yield
 
 
@@ -59,6 +60,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(cuda_copy, "launch", gpu.launch)
     monkeypatch.setattr(cuda_copy, "_upload", lambda table, device: torch.from_numpy(table))
     monkeypatch.setattr(device_decode, "copying", _copying)
+    monkeypatch.setattr(unit_connections, "copying", _copying)
     monkeypatch.setattr(device_decode, "pinned", _pinned)
     monkeypatch.setattr(devices, "gpu", lambda device: CPU if device == "cuda" else None)
     return gpu

@@ -222,13 +222,14 @@ class UnitConnections:
         written: dict[int, list[tuple[int, int]]] = {}
         # Long runs, which `column.write` does not copy itself: the copier may copy them in parallel.
         later: list[Run] = []
+        on_device = [column.values.device for column in columns]
         for placement in placements:
             column = columns[placement.column]
             arena = self.arena(placement.unit)
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
                 failpoints.hit("put.mid_copy")
-                target, device = arena.writable(placement.offset, size), column.values.device
+                target, device = arena.writable(placement.offset, size), on_device[placement.column]
                 with contextlib.nullcontext() if device == CPU else _access(arena, placement.offset + size, device):
                     column.write(placement.first, placement.last, target, later)
                 written.setdefault(placement.unit, []).append((placement.offset, size))
@@ -415,7 +416,7 @@ class UnitConnections:
 @contextlib.contextmanager
 def _access(arena: MappedArena, end: int, device: torch.device) -> Iterator[None]:
     """In the body, copies from a CUDA device to the first `end` bytes of the arena need no staging, if CUDA can
-    register these. They run on a stream of their own, after the current stream; wait for them at the end."""
+    register these. They run on a stream of their own, after the current stream, and are complete after the body."""
     gpu = devices.gpu(device)
     if gpu is None:
         yield

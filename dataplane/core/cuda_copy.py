@@ -42,8 +42,10 @@ def plan(columns: Sequence[Ranges]) -> dict[int, Int64s]:
     sizes of a column are aligned. A table `[4, M]` has the source and target addresses, the numbers of words, and the
     sums of the numbers of pieces, each with those of the ranges before it."""
     by_word: defaultdict[int, list[Ranges]] = defaultdict(list)
-    for sources, targets, sizes in columns:
-        bits = 8 | int(np.bitwise_or.reduce(sources | targets | sizes)) if len(sizes) else 8
+    for column in columns:
+        used = column[2] > 0  # ranges without bytes may have any address
+        sources, targets, sizes = column if used.all() else tuple(array[used] for array in column)
+        bits = 8 | int(np.bitwise_or.reduce(sources | targets | sizes))
         by_word[bits & -bits].append((sources, targets, sizes))  # the lowest bit that is set
     tables = {}
     for word_bytes, group in by_word.items():
@@ -51,11 +53,9 @@ def plan(columns: Sequence[Ranges]) -> dict[int, Int64s]:
         for row in range(3):
             np.concatenate([ranges[row] for ranges in group], out=table[row])
         sources, _, sizes, ends = table
-        pieces = (sources % _LINE_BYTES + sizes + _PIECE_BYTES - 1) // _PIECE_BYTES
-        pieces[sizes == 0] = 0
-        np.cumsum(pieces, out=ends)
+        np.cumsum((sources % _LINE_BYTES + sizes + _PIECE_BYTES - 1) // _PIECE_BYTES, out=ends)
         sizes //= word_bytes
-        if len(ends) and ends[-1]:
+        if len(ends):
             tables[word_bytes] = table
     return tables
 
@@ -75,12 +75,13 @@ def launch(word_bytes: int, table: torch.Tensor, pieces: int) -> None:
     """Enqueue the copies of one table of `plan`, which is on the device and has `pieces` pieces."""
     kernel = copy_kernel()
     assert kernel is not None
-    kernel.copy_ranges[(pieces,)](
-        *table,
-        table.shape[1],
-        WORD=getattr(kernel.tl, f"int{8 * word_bytes}"),
-        WORD_BYTES=word_bytes,
-        PIECE=_PIECE_BYTES // word_bytes,
-        BLOCK=_BLOCK_WORDS,
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device(table.device):
+        kernel.copy_ranges[(pieces,)](
+            *table,
+            table.shape[1],
+            WORD=getattr(kernel.tl, f"int{8 * word_bytes}"),
+            WORD_BYTES=word_bytes,
+            PIECE=_PIECE_BYTES // word_bytes,
+            BLOCK=_BLOCK_WORDS,
+            num_warps=_WARPS,
+        )

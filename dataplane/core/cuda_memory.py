@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ class RegisteredMemory:
     process. Callers of `cover` hold `lock`.
 
     memory: the mapping. backed: returns how many of its bytes have memory now, and a number that changes whenever the
-    pages of some bytes are replaced: a registration keeps the pages that the mapping had when it was made.
+    pages of some bytes are replaced: a registration keeps the pages that the mapping had when it was made. `_refused`:
+    the smallest size that CUDA refused.
     """
 
     def __init__(self, memory: UInt8s, backed: Callable[[], tuple[int, int]]) -> None:
@@ -44,56 +46,98 @@ class RegisteredMemory:
         self._owner = os.getpid()
         self._nbytes = 0
         self._version = 0
-        self._failed = False
+        self._refused: float = math.inf
 
     def cover(self, nbytes: int) -> bool:
         """Register at least the first `nbytes`. Return False if CUDA cannot register them, which is logged once.
 
-        A new registration takes about 35 ms per GiB. It replaces the previous one and has at least twice its size.
+        A new registration takes about 35 ms per GiB. It replaces the previous one and has at least twice its size, if
+        possible.
         """
         backed_bytes, version = self._backed()
         if version != self._version:
-            self.release()
+            self._end()
         if self._nbytes >= nbytes:
             return True
-        if self._failed or nbytes > backed_bytes:
+        if nbytes > backed_bytes or nbytes >= self._refused:
             return False
-        size = min(backed_bytes, max(nbytes, 2 * self._nbytes, _STEP_BYTES))
-        self.release()
-        self._failed = not _register(address(self._memory), size)
-        if not self._failed:
-            self._nbytes, self._version = size, version
-        return not self._failed
+        earlier = self._nbytes
+        self._end()
+        preferred = min(backed_bytes, max(nbytes, 2 * earlier, _STEP_BYTES))
+        if self._begin(preferred, version) or self._begin(nbytes, version):
+            return True
+        self._refused = nbytes
+        log.warning(
+            "CUDA cannot register %s bytes of shared memory; copies between it and GPUs are staged in pinned memory "
+            "instead. Raise the limit of locked memory (`ulimit -l`, in a container `--ulimit memlock=-1`)",
+            f"{nbytes:,}",
+        )
+        if earlier:
+            self._begin(earlier, version)
+        return False
+
+    def _begin(self, nbytes: int, version: int) -> bool:
+        """Register the first `nbytes`. Return whether CUDA did it."""
+        self._nbytes, self._version = nbytes, version  # first, so that an interrupt after the call is not lost
+        try:
+            registered = _register(address(self._memory), nbytes)
+        except BaseException:
+            self._end()
+            raise
+        if not registered:
+            self._nbytes = 0
+        return registered
+
+    def _end(self) -> None:
+        try:
+            if self._nbytes:
+                _unregister(address(self._memory))
+        finally:
+            self._nbytes = 0
 
     def release(self) -> None:
-        """End the registration. Blocks while another thread holds `lock`. A forked child leaves the registration of its
-        parent alone."""
-        if not self._nbytes or os.getpid() != self._owner:
+        """End the registration. Blocks while another thread holds `lock`; in a signal handler that interrupts a copy of
+        this thread, the registration ends after the copy. A forked child leaves that of its parent alone."""
+        if os.getpid() != self._owner:
             return
         with lock:
-            _unregister(address(self._memory))
-            self._nbytes = 0
+            if _copies:
+                _to_release.append(self)
+            else:
+                self._end()
+
+
+_copies = 0
+"""Copies of the thread that holds `lock`."""
+_to_release: list[RegisteredMemory] = []
+
+
+def _renew_lock() -> None:
+    """In a forked child: another thread of the parent may have held the lock."""
+    global lock
+    lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _register(start: int, nbytes: int) -> bool:
-    """Register memory with CUDA. Return whether it succeeded; a failure is logged."""
+    """Register memory with CUDA. Return whether it succeeded."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    result = torch.cuda.cudart().cudaHostRegister(start, nbytes, _PORTABLE_MAPPED)  # type: ignore[no-untyped-call]
+    return _succeeded(torch.cuda.cudart().cudaHostRegister(start, nbytes, _PORTABLE_MAPPED))  # type: ignore[no-untyped-call]
+
+
+def _unregister(start: int) -> None:
+    _succeeded(torch.cuda.cudart().cudaHostUnregister(start))  # type: ignore[no-untyped-call]
+
+
+def _succeeded(result: Any) -> bool:
+    """Return whether a call of CUDA succeeded."""
     if int(result) == 0:
         return True
     with contextlib.suppress(RuntimeError):  # CUDA reports the failure again to the next kernel, which is this one
         torch.zeros(1, device="cuda")
-    log.warning(
-        "CUDA cannot register %s bytes of shared memory (error %d); copies between it and GPUs are staged in pinned "
-        "memory instead. Raise the limit of locked memory (`ulimit -l`, in a container `--ulimit memlock=-1`)",
-        f"{nbytes:,}",
-        int(result),
-    )
     return False
-
-
-def _unregister(start: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
 
 
 class DeviceBuffer(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -127,10 +171,23 @@ def copying(device: torch.device, *, after_current: bool = False) -> Iterator[No
     the body belong to the copy stream: record the streams that use them."""
     with torch.cuda.device(device):
         stream, current = _copy_stream(torch.cuda.current_device()), torch.cuda.current_stream()
-        with lock, torch.cuda.stream(stream):
+        with lock, torch.cuda.stream(stream), _counted():
             if after_current:
                 stream.wait_stream(current)
             try:
                 yield
             finally:  # also after an error, before the memory is reused
                 stream.synchronize()
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    """Count a copy, and end the registrations that were released during it."""
+    global _copies
+    _copies += 1
+    try:
+        yield
+    finally:
+        _copies -= 1
+        while not _copies and _to_release:
+            _to_release.pop()._end()

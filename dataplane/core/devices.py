@@ -43,13 +43,14 @@ def current_device() -> torch.device | None:
 
 
 def gpu(device: torch.device | str) -> torch.device | None:
-    """Return the device if it is one of CUDA, else None. Raises ValueError if this process sees no such device."""
+    """Return the device with its index, by default that of this thread's current device, if it is one of CUDA, else
+    None. Raises ValueError if this process sees no such device."""
     target = torch.device(device)
     if target.type != "cuda" or (torch.version.cuda is None and torch.cuda.is_available()):
         return None  # also for ROCm, which torch calls "cuda"
     if (target.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={str(device)!r}: this process sees {torch.cuda.device_count()} CUDA devices")
-    return target
+    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -224,6 +224,14 @@ class Arena:
         self._map[BACKED_AT:SHRINKS_AT] = backed_bytes.to_bytes(8, "little")
         self._force_header()
 
+    def _count_shrink(self) -> None:
+        """Add one to `shrinks`, also in the header. Clients read `shrinks` first and then `backed_bytes`: with a new
+        number, they do not see the bytes that are freed."""
+        assert self._map is not None, "the arena is closed"
+        self.shrinks += 1
+        self._map[SHRINKS_AT : HEADER.size] = self.shrinks.to_bytes(8, "little")
+        self._force_header()
+
     def _force_header(self) -> None:
         """Fsync the page with the header and the keeper, if the arena is fsynced."""
         if self.fsynced and self._whole is not None:
@@ -267,10 +275,8 @@ class Arena:
         start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
-            assert self._map is not None, "the arena is closed"
-            self.shrinks += 1
-            self._map[SHRINKS_AT : HEADER.size] = self.shrinks.to_bytes(8, "little")
             self._set_backed(start)  # before the memory is freed, so that `backed_bytes` never exceeds the memory
+            self._count_shrink()
             _punch_hole(self._file.fd, HEADER_BYTES + start, nbytes)
         return self.backed_bytes
 

@@ -102,7 +102,8 @@ class MappedArena:
         """Return the size of the part of the file that has memory, and a number that changes when pages are freed."""
         if self.closed:
             return 0, 0
-        return HEADER_BYTES + self.backed_bytes, self.shrinks
+        shrinks = self.shrinks  # first, see `Arena._count_shrink`
+        return HEADER_BYTES + self.backed_bytes, shrinks
 
     @staticmethod
     def _require_open(data: Bytes | None) -> Bytes:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dataplane.client.client import DataPlaneClient
 from dataplane.client.operations.claim import ClaimOptions, convert_options
 from dataplane.client.operations.sample_names import name_tuple
+from dataplane.core import devices
 from dataplane.core.durations import seconds
 from dataplane.core.failpoints import hit
 from dataplane.core.schema import Layout, round_up
@@ -129,7 +130,8 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         lease_s = convert_options(ClaimOptions, options).get("lease_s")
         fields = name_tuple("fields", fields)
         required = fields if required_fields is None else name_tuple("required_fields", required_fields)
-        form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device)
+        gpu = None if device is None else devices.gpu(device)  # with the index that is current in this thread
+        form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device if gpu is None else gpu)
         claims = _ClaimReader(
             client,
             {
@@ -218,7 +220,10 @@ class _BatchForm:
         """Read the columns of the meta's samples in this form."""
         if self.layout == "padded" and self.pad_to_multiple > 1 and not meta.sequence_lengths:
             # The width, the longest row rounded up to a multiple, is known only after the rows were read.
-            return self.convert(self.read_jagged(client, meta, device=self.device), meta)
+            batch = self.convert(self.read_jagged(client, meta, device=self.device), meta)
+            if self.device is not None and devices.gpu(self.device) is not None:  # the consumer may use another stream
+                devices.current_stream(torch.device(self.device)).synchronize()
+            return batch
         return client.get_batch(
             meta,
             self.fields,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ import torch
 
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.client.row_reader import _device_buffer
-from dataplane.core import cuda_memory
+from dataplane.core import cuda_memory, devices
+from dataplane.data.columns import values
 from dataplane.storage.arena import PAGE_BYTES, Arena
 from dataplane.storage.mapped_arena import MappedArena
-from tests.fake_gpu import FakeGpu, fake_gpu
+from tests.fake_gpu import CPU, FakeGpu, fake_gpu
 
 pytestmark = pytest.mark.integration
 
@@ -95,8 +97,46 @@ def test_a_refused_registration_is_not_repeated(fake_gpu: FakeGpu, tmp_path: Pat
         with MappedArena.open(arena.path) as mapped:
             buffer: Any = _device_buffer(mapped)
             assert not buffer.cover(10)
+            tried = len(fake_gpu.registered)
             assert not buffer.cover(10)
-    assert len(fake_gpu.registered) == 1
+    assert len(fake_gpu.registered) == tried
+
+
+def test_the_unit_frees_memory_while_a_client_looks(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    """With the number of shrinks after the unit's, the client never sees the size before it."""
+    arena = Arena.create(tmp_path, 64 * PAGE_BYTES, epoch=1)
+    arena.grow(32 * PAGE_BYTES)
+    mapped = MappedArena.open(arena.path)
+    buffer: Any = _device_buffer(mapped)
+    real, turns = mapped.header, iter([lambda: arena.punch(8 * PAGE_BYTES)])
+
+    def header(offset: int, nbytes: int) -> bytes:
+        data = real(offset, nbytes)
+        next(turns, lambda: 0)()  # after the first of the two fields was read
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped, "header", header)
+        buffer.cover(32 * PAGE_BYTES)
+    arena.grow(32 * PAGE_BYTES)
+    before = len(fake_gpu.registered)
+    assert buffer.cover(32 * PAGE_BYTES)
+    assert len(fake_gpu.registered) > before
+    mapped.close()
+    arena.close()
+
+
+def test_values_on_a_gpu_are_put_after_the_arena_was_registered(
+    fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values.FlatValues, "device", torch.device("meta"))  # in the place of "cuda"
+    monkeypatch.setattr(devices, "gpu", lambda device: CPU if torch.device(device).type == "meta" else None)
+    for name in ("record_event", "current_stream"):
+        monkeypatch.setattr(f"dataplane.client.operations.put.{name}", lambda _: MagicMock())
+    with serve({"capacity_bytes": 64 * MIB}) as server, connect(server.address) as client:
+        meta = _put(client)
+        assert len(fake_gpu.registered) == 1
+        assert client.get_batch(meta)["tokens"].sum() == sum(n * (n - 1) // 2 for n in (5, 70_000, 3))
 
 
 def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

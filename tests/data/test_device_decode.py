@@ -91,8 +91,22 @@ def test_columns_of_equal_lengths_share_their_offsets(fake_gpu: FakeGpu) -> None
     assert ((columns["a"] + columns["b"]).values() == 2 * columns["a"].values()).all()
 
 
+def test_batches_without_samples(fake_gpu: FakeGpu) -> None:
+    assert decode_on_device({}, CPU) == {}
+    jagged = pick(store(encode_one([torch.arange(3)], 1)), [])
+    dense = pick(store(encode_one(torch.ones(1, 2), 1)), [])
+    for layout in ("padded", "jagged"):
+        columns = decode_on_device({"j": jagged, "d": dense}, CPU, layout=layout)
+        expected = decode_batch({"j": jagged, "d": dense}, layout=layout)
+        assert all(same(columns[name], expected[name]) for name in ("j", "d"))
+
+
 def test_without_triton_the_cpu_pads(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataplane.core.cuda_copy.copy_kernel", lambda: None)
+    columns = decode_on_device(
+        {name: store(encode_one([torch.arange(3), torch.arange(5)], 2)) for name in "ab"}, CPU, layout="jagged"
+    )
+    assert columns["a"].offsets() is columns["b"].offsets()
     source = store(encode_one([torch.arange(3), torch.arange(5)], 2))
     padded = decode_on_device({"x": source}, CPU, pad_value_dict={"x": 7})["x"]
     assert padded.tolist() == [[0, 1, 2, 7, 7], [0, 1, 2, 3, 4]]

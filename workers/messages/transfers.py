@@ -433,7 +433,10 @@ class TransferReceiver:
         for the end of the shared memory."""
         if isinstance(transfer, SharedValues):
             name = f"tq-from-{transfer.source}"
-            threading.Thread(target=self._copy_shared, args=(route, transfer), name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._copy_shared, args=(route, transfer), name=name, daemon=True).start()
+            except RuntimeError as error:  # the system starts no more threads
+                self._want_host(route, transfer, repr(error))
             return
         group = self._groups.get(transfer.group)
         if group is None and self._groups.has_ended(transfer.group):

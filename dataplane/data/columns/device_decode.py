@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dataplane.core import cuda_copy
 from dataplane.core.cuda_memory import DeviceBuffer, copying, pinned
-from dataplane.core.row_copy import CopyRuns, Int64s, UInt8s, address, copy_runs
+from dataplane.core.row_copy import CopyRuns, Int64s, Run, UInt8s, address, copy_runs
 from dataplane.core.types import FieldKind
 from dataplane.data.columns.decode import Column, Empty, SharedOffsets, decode_batch
 from dataplane.data.columns.row_source import RowSource
@@ -73,10 +73,11 @@ def decode_on_device(
         )
         for name, source in tensors.items()
     ]
+    readable = _stage([target.source for target in targets], copier)
     with copying(device):
-        moved = {name: _to_device(column, device) for name, column in decoded.items()}
-        outs = _fill(targets, device, copier)
         offsets = SharedOffsets(device)
+        moved = {name: _to_device(column, device, sources[name], offsets) for name, column in decoded.items()}
+        outs = _fill(targets, readable, device)
         moved |= {target.name: target.column(out, offsets) for target, out in zip(targets, outs, strict=True)}
     return {name: moved[name] for name in sources}
 
@@ -132,43 +133,50 @@ class _Target:
         return jagged_from_values(out, row_offsets, span=span)
 
 
-def _fill(targets: list[_Target], device: torch.device, copier: CopyRuns) -> list[Tensor]:
-    """Allocate the tensors and enqueue the copies of their rows. The caller waits for these within `copying`."""
-    sources = _staged([target.source for target in targets], copier)
+def _stage(sources: Sequence[RowSource], copier: CopyRuns) -> list[RowSource]:
+    """Return sources that a GPU can read once their memory is registered: unchanged, or with their rows copied to
+    pinned memory. The rows are verified if they have checksums."""
+    runs: list[Run] = []
+    staged = [source if _is_in_place(source) else _copy_to_pinned(source, runs) for source in sources]
+    copier(runs)
+    for source in staged:
+        source.check_in_place()
+    return staged
+
+
+def _fill(targets: Sequence[_Target], sources: Sequence[RowSource], device: torch.device) -> list[Tensor]:
+    """Allocate the tensors and enqueue the copies of their rows, which `sources` has. The caller waits for these within
+    `copying`."""
+    runs: list[Run] = []
+    covered = [source if _cover(source) else _copy_to_pinned(source, runs) for source in sources]
+    copy_runs(runs)
     outs = [target.allocate(device) for target in targets]
     copies = [
         (_addresses(source), target.positions + out.data_ptr(), source.sizes)
-        for source, target, out in zip(sources, targets, outs, strict=True)
+        for source, target, out in zip(covered, targets, outs, strict=True)
     ]
     cuda_copy.copy(copies, device)
     return outs
 
 
-def _staged(sources: list[RowSource], copier: CopyRuns) -> list[RowSource]:
-    """Return sources that the GPU can read: unchanged, or with their rows copied to pinned memory. The rows are
-    verified if they have checksums."""
-    runs: list[Any] = []
-    readable = [source if _is_readable(source) else _copy_to_pinned(source, runs) for source in sources]
-    copier(runs)
-    for source in readable:
-        source.check_in_place()
-    return readable
+def _is_in_place(source: RowSource) -> bool:
+    """Return whether a GPU can read the rows where they are once their memory is registered."""
+    used = source.buffers if source.which is None else [source.buffers[number] for number in np.unique(source.which)]
+    return source.part is None and all(isinstance(buffer, DeviceBuffer) for buffer in used)
 
 
-def _is_readable(source: RowSource) -> bool:
-    """Return whether the GPU can read the rows where they are; register their memory if needed."""
-    if source.part is not None or not len(source.sizes):
-        return source.part is None
-    ends = source.offsets + source.sizes
+def _cover(source: RowSource) -> bool:
+    """Register the memory of the rows of an `_is_in_place` source. Return whether a GPU can read all of them."""
+    ends = np.where(source.sizes > 0, source.offsets + source.sizes, 0)
     which = np.zeros(len(ends), np.int32) if source.which is None else source.which
     for number, buffer in enumerate(source.buffers):
-        here = ends[(which == number) & (source.sizes > 0)]
-        if len(here) and not (isinstance(buffer, DeviceBuffer) and buffer.cover(int(here.max()))):
+        end = int(ends[which == number].max(initial=0))
+        if end and isinstance(buffer, DeviceBuffer) and not buffer.cover(end):
             return False
     return True
 
 
-def _copy_to_pinned(source: RowSource, runs: list[Any]) -> RowSource:
+def _copy_to_pinned(source: RowSource, runs: list[Run]) -> RowSource:
     """Return the source with its rows in pinned memory. They are there after the copies added to `runs`."""
     sizes = source.sizes
     memory = pinned(int(sizes.sum()))
@@ -196,13 +204,16 @@ def _empty_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, U
 _: Empty = _empty_pinned
 
 
-def _to_device(column: Column, device: torch.device) -> Column:
+def _to_device(column: Column, device: torch.device, source: RowSource, offsets: SharedOffsets) -> Column:
     """Enqueue the copy of a decoded column. Object arrays are returned unchanged."""
-    if isinstance(column, Tensor):
-        return column.to(device, non_blocking=True)
     if isinstance(column, list):
         return [row.to(device, non_blocking=True) for row in column]
-    return column
+    if not isinstance(column, Tensor):
+        return column
+    if not is_jagged(column):
+        return column.to(device, non_blocking=True)
+    row_offsets, span = offsets.of(source.row_lengths)
+    return jagged_from_values(detached_values(column).to(device, non_blocking=True), row_offsets, span=span)
 
 
 def _tensors_of(column: Any) -> list[Tensor]:

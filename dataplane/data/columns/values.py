@@ -17,7 +17,7 @@ import bisect
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -93,7 +93,7 @@ class JoinedValues:
 
     @property
     def device(self) -> torch.device:
-        return _first_accelerator(part.device for part in self._parts)
+        return next((part.device for part in self._parts if part.device != CPU), CPU)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         end = 0
@@ -118,11 +118,6 @@ class JoinedValues:
             begin, end = self._starts[number], min(self._starts[number + 1], last)
             yield self._parts[number], first - begin, end - begin
             first, number = end, number + 1
-
-
-def _first_accelerator(devices: Iterable[torch.device]) -> torch.device:
-    """Return the first device that is not the CPU, or the CPU."""
-    return next((device for device in devices if device.type != "cpu"), CPU)
 
 
 def in_host_memory(values: Values) -> Values:
@@ -183,7 +178,7 @@ class ListValues:
 
     @property
     def device(self) -> torch.device:
-        return _first_accelerator(tensor.device for tensor in self.tensors)
+        return next((tensor.device for tensor in self.tensors if not tensor.is_cpu), CPU)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         """Copy values [first, last) into `target`; see the module docstring."""
@@ -230,7 +225,7 @@ class RaggedValues:
 
     @property
     def device(self) -> torch.device:
-        return _first_accelerator(tensor.device for tensor in self.tensors)
+        return next((tensor.device for tensor in self.tensors if not tensor.is_cpu), CPU)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         """Copy values [first, last) into `target`; see the module docstring."""
