@@ -8,13 +8,11 @@ from concurrent.futures import Future
 
 
 class Turn:
-    """The turn of a call. ready: done when it is the first turn of all its keys. `blocked`: the number of keys of which
-    it is not the first."""
+    """The turn of a call. ready: done when it is the first turn of all its keys, unless `enter` returned that."""
 
     def __init__(self, keys: Iterable[Hashable]) -> None:
         self.keys = frozenset(keys)
         self.ready: Future[None] = Future()
-        self.blocked = 0
 
 
 class Turns:
@@ -31,25 +29,21 @@ class Turns:
         """Add a turn after all others that have a key in common with it. Return whether it is ready at once."""
         with self._guard:
             for key in turn.keys:
-                queue = self._queues.setdefault(key, {})
-                turn.blocked += bool(queue)
-                queue[turn] = None
-        return not turn.blocked
+                self._queues.setdefault(key, {})[turn] = None
+            return self._is_first(turn)
 
     def leave(self, turn: Turn) -> None:
-        """End a turn, ready or not, entered or not. Turns that are now the first of all their keys become ready."""
-        ready = []
+        """End a turn, ready or not, entered or not. Turns that are now the first of all their keys become ready.
+        Idempotent; it can be repeated after an interrupt."""
         with self._guard:
-            for key in turn.keys:
-                queue = self._queues.get(key, {})
-                was_first = next(iter(queue), None) is turn
-                queue.pop(turn, None)
-                if not queue:
-                    self._queues.pop(key, None)
-                elif was_first:
-                    first = next(iter(queue))
-                    first.blocked -= 1
-                    if not first.blocked:
-                        ready.append(first)
-        for each in ready:
-            each.ready.set_result(None)
+            for key in turn.keys & self._queues.keys():
+                self._queues[key].pop(turn, None)
+                if not self._queues[key]:
+                    del self._queues[key]
+            for first in {next(iter(self._queues[key])) for key in turn.keys & self._queues.keys()}:
+                if not first.ready.done() and self._is_first(first):
+                    first.ready.set_result(None)
+
+    def _is_first(self, turn: Turn) -> bool:
+        """Return whether the turn is the first of all its keys. An interrupted `enter` may have missed some of them."""
+        return all(next(iter(self._queues.get(key, ())), None) is turn for key in turn.keys)

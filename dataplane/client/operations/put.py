@@ -92,7 +92,11 @@ def _in_turn(session_state: SessionState, turn: Turn, append: Operation[Stored])
             yield Wait(turn.ready)
         return (yield from append)
     finally:
-        session_state.appends.leave(turn)
+        try:
+            session_state.appends.leave(turn)
+        except BaseException:  # an interrupt: later appends must not wait for this one
+            session_state.appends.leave(turn)
+            raise
 
 
 @with_retry
