@@ -45,7 +45,14 @@ def current_device() -> torch.device | None:
 def gpu(device: torch.device | str) -> torch.device | None:
     """Return the device with its index, by default that of this thread's current device, if it is one of CUDA, else
     None. Raises ValueError if this process sees no such device."""
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+    known = torch.accelerator.current_accelerator()
+    if target.type not in ("cpu", "meta", "cuda") and (known is None or known.type != target.type):
+        accelerator = "no accelerator" if known is None else f"accelerators of type {known.type!r}"
+        raise ValueError(f"device={str(device)!r}: this process sees {accelerator}")
     if target.type != "cuda" or (torch.version.cuda is None and torch.cuda.is_available()):
         return None  # also for ROCm, which torch calls "cuda"
     if (target.index or 0) >= torch.cuda.device_count():

@@ -37,6 +37,9 @@ class ContextParallel:
     def __post_init__(self) -> None:
         """Convert the numbers to ints. Raise `InvalidRequestError` (a ValueError) for values out of range, and for
         others than integers."""
+        if not isinstance(self.zigzag, bool | np.bool_):
+            raise InvalidRequestError(f"ContextParallel: zigzag={self.zigzag!r}: expected True or False")
+        object.__setattr__(self, "zigzag", bool(self.zigzag))
         for name in ("rank", "size", "pad_to"):
             value = getattr(self, name)
             try:

@@ -146,5 +146,8 @@ def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         meta = _put(client)
         with pytest.raises(ValueError, match="device='cuda': this process sees 0 CUDA devices"):
             client.get_batch(meta, device="cuda")
+        for device, words in [(0, "device=0: "), ("npu", "device='npu': "), ("hpu", "'hpu': .* no accelerator")]:
+            with pytest.raises(ValueError, match=words):
+                client.get_batch(meta, device=device)  # type: ignore[arg-type]
         assert client.get_batch(meta, device="cpu")["tokens"].shape == (4, 70_000)
         assert client.get_samples(meta.sample_ids, "train", ["reward"], device="cpu")["reward"].shape == (4,)

@@ -176,6 +176,7 @@ def test_parts_that_do_not_fit_are_refused_in_words(
         ({"rank": 0, "size": 2, "pad_to": 6}, "multiple of the 4 chunks"),
         ({"rank": 0, "size": 2, "pad_to": -4}, "multiple of the 4 chunks"),
         ({"rank": 0.5, "size": 2}, "rank=0.5: expected an integer"),
+        ({"rank": 0, "size": 2, "zigzag": "no"}, "zigzag='no': expected True or False"),
         ({"rank": 0, "size": "2"}, "size='2': expected an integer"),
         ({"rank": 0, "size": 1, "pad_to": 1 << 62}, "limited to"),
     ],

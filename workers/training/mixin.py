@@ -369,11 +369,11 @@ class TQWorkerMixin:
         """Store new columns of the meta's samples on the leader. On other ranks, do nothing without a part.
 
         Per-token tensors `[N, S, ...]` are cut to the samples' lengths and stored as jagged. These are all tensors
-        whose S is that of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. A `FieldSpec("dense")` of
-        the partition takes precedence. dp_aligned_seq_len: as in the `_fetch` of the batch. TypeError for values other
-        than tensors. ValueError for another number of rows or rows narrower than their sample; it names the field and
-        its shape. `StaleSampleError` (a KeyError) if a sample was cleared since the meta was made; then no column is
-        stored.
+        whose S is that of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. For whole rows, a
+        `FieldSpec("dense")` of the partition takes precedence. dp_aligned_seq_len: as in the `_fetch` of the batch.
+        TypeError for values other than tensors. ValueError for another number of rows or rows narrower than their
+        sample; it names the field and its shape. `StaleSampleError` (a KeyError) if a sample was cleared since the meta
+        was made; then no column is stored.
 
         tokens, inner: the part of the rows that `fields` has, as in `_fetch`. If one is given, all siblings call this,
         each with its part; they send the parts to the leader, which stores the joined rows in one put. `tokens` needs

@@ -152,7 +152,7 @@ class ReplicaGroup:
 
     def agree(self, part: FetchedPart, policy: str) -> None:
         """Check that the ranks agree on one leader and on `policy`. Skip the check if the last call had this policy
-        and succeeded.
+        and succeeded: a sibling that changes its policy alone then waits for this rank's next other call.
 
         Blocks for the siblings, up to the timeout. Raises on every rank: `ReplicaGroupError` if they disagree, or the
         error of a rank's `leads`; `ReplicaLostError` if a rank died; `CallTimeoutError` if a rank does not take part.
@@ -279,8 +279,9 @@ class ReplicaGroup:
         differing = [rank for rank, record in enumerate(records) if record.digest != records[leader].digest]
         if differing:
             raise ReplicaGroupError(
-                f"{' and '.join(map(name, differing))} passed a meta (samples, fields or padding) that differs from "
-                f"the meta of the leader, {name(leader)}; nothing was transferred. Pass the same meta to all ranks"
+                f"{' and '.join(map(name, differing))} passed a meta (samples or fields), a layout or a pad length "
+                f"that differs from the meta of the leader, {name(leader)}; nothing was transferred. Pass the same to "
+                "all ranks"
             )
         return leader
 

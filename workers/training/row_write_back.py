@@ -88,7 +88,10 @@ class RowWriteBack:
             else:
                 rows = row_parts(None, self._slices(name), self.meta.size, [name])
                 lengths = self._lengths
-                if name in per_token and not value.is_nested and value.dim() > 1 and lengths is not None:
+                padded = name in per_token and not value.is_nested and value.dim() > 1
+                # A column [N, W] whose W is sliced has no dimension of tokens, whatever W is.
+                sliced = 0 if rows is None or name in TOKEN_ALIGNED_FIELDS else len(rows.slices[name])
+                if padded and value.dim() >= 2 + sliced and lengths is not None:
                     value = pack_jagged_fields({name: value}, lengths=lengths, token_aligned_fields=[name])[name]
             yield self._described(name, value, rows)
 

@@ -159,3 +159,14 @@ def test_slices_are_cut_like_those_of_python(alone: Worker, client: DataPlaneCli
         alone._write_back(meta, {"routed_experts": experts}, inner=inner)
     none = alone._fetch(meta.with_fields(["routed_experts"]), inner={"routed_experts": slice(10**30, None)})
     assert none["routed_experts"].shape == (8, 64, 0, 3)
+
+
+def test_a_sliced_dimension_as_wide_as_the_longest_sample(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    """The column is dense: its only dimension is sliced, so it has none of tokens."""
+    meta = put(client, partition)
+    width = max(LENGTHS)
+    column = torch.arange(len(LENGTHS) * width).reshape(len(LENGTHS), width)
+    alone._write_back(meta, {"square": column}, inner={"square": slice(0, width)})
+    assert torch.equal(client.get_batch(meta, ["square"])["square"], column)
