@@ -63,12 +63,13 @@ class AsyncDataPlaneClient(AsyncCalls):
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._closed = True
-        opening, self._opening = self._opening, None
-        if opening is None or self._pid != os.getpid() or self._loop is not asyncio.get_running_loop():
-            return  # the dropped connection's finalizer closes it in its own loop (not in a forked child)
-        await asyncio.wait([opening])  # a pending first call may still open the session
-        if not _failed(opening):
-            await opening.result().close()
+        opening = self._opening
+        if opening is not None and self._pid == os.getpid() and self._loop is asyncio.get_running_loop():
+            await asyncio.wait([opening])  # a pending first call may still open the session
+            if not _failed(opening):
+                await opening.result().close()  # can be repeated if it is cancelled or fails
+        # In another loop, the dropped connection's finalizer closes it in its own loop (not in a forked child).
+        self._opening = None
 
     async def __aenter__(self) -> Self:
         return await self.connect()

@@ -159,14 +159,15 @@ class AsyncConnection:
             self._channel.post(command)
 
     async def close(self) -> None:
-        """See `DataPlaneClient.close`."""
-        self._finalizer.detach()
+        """See `DataPlaneClient.close`. It can be repeated after a cancellation or an error; until it is complete, the
+        finalizer closes the session of a dropped client."""
         # First: the clean-up of these calls still needs the session.
         await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
         self.session_state.close()
         await self._channel.close()
+        self._finalizer.detach()
 
 
 class _DetachedError(Exception):

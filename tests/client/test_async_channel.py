@@ -122,6 +122,38 @@ def test_closing_wakes_waiting_calls(scripted: Controller, ledger: ScriptedLedge
     assert len(ledger.of(c.Bye)) == 1
 
 
+def test_a_cancelled_close_continues(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        channel._none_pending.clear()  # as if a call was still cleaning up
+        closing = asyncio.create_task(channel.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        channel._none_pending.set()
+        await channel.close()
+        assert channel._context.closed
+
+    run(scripted, script, STILL)
+    assert len(ledger.of(c.Bye)) == 1
+
+
+def test_a_close_that_failed_can_be_repeated(scripted: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(channel: AsyncChannel) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(channel._heartbeat, "close", failing)
+            with pytest.raises(ZeroDivisionError):
+                await channel.close()
+        await channel.close()
+        assert channel._context.closed
+
+    run(scripted, script)
+
+
+def failing(*arguments: Any) -> None:
+    raise ZeroDivisionError
+
+
 def test_failpoints_stand_around_every_command(scripted: Controller) -> None:
     reached: list[str] = []
     names = ["call.Seal.before", "call.Seal.after", "call.Release.before", "call.Release.after"]

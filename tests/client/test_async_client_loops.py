@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from dataplane import (
     AsyncDataPlaneClient,
+    CallTimeoutError,
     ClientClosedError,
     DataPlaneClient,
     KVBatchMeta,
@@ -22,9 +25,10 @@ from dataplane import (
     connect_async,
     serve,
 )
-from dataplane.client import preallocated, unit_connections
+from dataplane.client import async_session, preallocated, unit_connections
+from dataplane.client.rpc.async_channel import AsyncChannel
 from dataplane.client.unit_connections import UnitConnections
-from tests.restarts import wait_until
+from tests.restarts import WAIT_S, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -146,6 +150,75 @@ def test_closing_after_a_failed_connection_raises_nothing() -> None:
 
     asyncio.run(fail(wait=True))
     asyncio.run(fail(wait=False))
+
+
+async def close_and_cancel(client: AsyncDataPlaneClient, patch: pytest.MonkeyPatch) -> None:
+    """Cancel `close` while it waits for the copies in progress."""
+    loop, waits, end_copies = asyncio.get_running_loop(), asyncio.Event(), async_session.end_copies
+
+    def seen(*arguments: Any) -> None:
+        loop.call_soon_threadsafe(waits.set)
+        end_copies(*arguments)
+
+    patch.setattr(async_session, "end_copies", seen)
+    closing = asyncio.create_task(client.close())
+    await asyncio.wait_for(waits.wait(), WAIT_S)
+    patch.setattr(async_session, "end_copies", end_copies)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+
+
+def test_a_close_that_was_cancelled_can_be_repeated(
+    server: Server, looking: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sessions(looking)
+
+    async def main() -> None:
+        client = connect_async(server.address)
+        await client.connect()
+        connection = await client._connection()
+        with (copy := threading.Lock()):  # for which `close` waits
+            connection._copies.enter(copy)
+            await close_and_cancel(client, monkeypatch)
+        await client.close()
+        await client.close()
+        assert connection._channel._context.closed
+
+    asyncio.run(main())
+    assert sessions(looking) == before
+
+
+def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(server: Server) -> None:
+    async def main() -> None:
+        client = connect_async(server.address, call_timeout_s=0.05)
+        connection = await client._connection()
+        connection._config = replace(connection._config, connect_timeout_s=0.05)
+        with (copy := threading.Lock()):
+            connection._copies.enter(copy)
+            with pytest.raises(CallTimeoutError):
+                await client.close()
+        await client.close()
+        assert connection._channel._context.closed
+
+    asyncio.run(main())
+
+
+def test_a_client_whose_close_was_cancelled_ends_when_it_is_dropped(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> tuple[AsyncDataPlaneClient, AsyncChannel]:
+        client = connect_async(server.address)
+        connection = await client._connection()
+        with (copy := threading.Lock()):
+            connection._copies.enter(copy)
+            await close_and_cancel(client, monkeypatch)
+        return client, connection._channel
+
+    client, channel = asyncio.run(main())
+    del client
+    gc.collect()
+    wait_until(lambda: channel._context.closed, "the thread and the sockets of the dropped client end")
 
 
 def test_a_connection_that_failed_in_one_loop_is_tried_again_in_another(server: Server) -> None:

@@ -71,7 +71,7 @@ class AsyncChannel(OpenChannel):
         self._reads = -1
         self._none_pending = asyncio.Event()
         self._none_pending.set()
-        self._closing = False
+        self._closing: asyncio.Task[None] | None = None  # the task of `_close`, started by the last call of `close`
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._schedule_reconnect
         )
@@ -164,7 +164,7 @@ class AsyncChannel(OpenChannel):
 
     def _maintain(self) -> None:
         """Resend unanswered posted calls, and post the commands of `leftovers`."""
-        if not self._closing and not self._calls.over:
+        if self._closing is None and not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
             # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
@@ -184,7 +184,7 @@ class AsyncChannel(OpenChannel):
     def _reconnect(self) -> None:
         """Resend pending and posted calls over a new socket to the session's endpoint. Calls that are impossible now
         fail."""
-        if self._closing:
+        if self._closing is not None:
             return
         self._close_socket()  # `_send` opens another one
         for waiting in self._waiting.values():
@@ -217,22 +217,27 @@ class AsyncChannel(OpenChannel):
     def _free_resources(self) -> None:
         """Free the socket, the thread and the context like `close`, after the loop was closed. No Bye is sent: the
         session expires at the service."""
-        self._closing = True
         self._calls.end(ClientClosedError())
         self._socket.close()  # not by `_close_socket`, which needs the loop
         self._end_thread_and_context()
 
     async def close(self) -> None:
-        """Close the session as `ControllerChannel.close`."""
-        if self._closing or self._pid != os.getpid():
+        """Close the session as `ControllerChannel.close`. If this call is cancelled, closing continues in a task of
+        the loop. Idempotent; it can be repeated after a cancellation or an error."""
+        if self._pid != os.getpid():
             return
-        self._closing = True
+        if self._closing is None or self._closing.done():  # done: repeating it has no effect if it was complete
+            self._closing = self._loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        """Close the session; free the local resources even if that fails or is cancelled."""
         unreachable = self._calls.unreachable  # read before `end`, after which it is always True
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():
             waiting.end(ClientClosedError())
-        await self._none_pending.wait()  # until the failed calls have cleaned up
         try:
+            await self._none_pending.wait()  # until the failed calls have cleaned up
             if not unreachable:
                 await self._send_bye()
         finally:

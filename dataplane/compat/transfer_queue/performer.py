@@ -61,15 +61,15 @@ class _BackgroundClient:
         return asyncio.run_coroutine_threadsafe(self._client.perform(operation, *args), self._loop)
 
     def close(self) -> bool:
-        """Close the client, then stop the loop and the thread. TimeoutError if the client does not close within
-        `CLOSE_TIMEOUT_S`."""
-        try:
+        """Close the client, then stop the loop and the thread. Return whether that is complete; it can be repeated.
+        TimeoutError if the client does not close within `CLOSE_TIMEOUT_S`: it continues, so the loop keeps running."""
+        if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(CLOSE_TIMEOUT_S)
-        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
-            if not self._thread.is_alive():  # a running loop cannot be closed
-                self._loop.close()
+        if self._thread.is_alive():  # a running loop cannot be closed
+            return False
+        self._loop.close()  # idempotent
         return True
 
 
