@@ -16,7 +16,6 @@ from dataplane.client.operations.drain_unit import Drained, OnProgress
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session_state import SessionState
-from dataplane.core import devices
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
@@ -80,9 +79,7 @@ class AsyncCalls:
         device: torch.device | str | None = None,
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`."""
-        gpu = None if device is None else devices.gpu(device)
-        samples = await self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, gpu)
-        return samples if device is None or gpu is not None else samples.to(device)
+        return await self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, device)
 
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
@@ -106,8 +103,7 @@ class AsyncCalls:
         inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient.get_batch`."""
-        gpu = None if device is None else devices.gpu(device)
-        batch = await self.perform(
+        return await self.perform(
             get.get_batch,
             meta,
             get.chosen_fields(meta, select_fields),
@@ -116,9 +112,8 @@ class AsyncCalls:
             pad_to_seqlen=pad_to_seqlen,
             tokens=tokens,
             inner=inner,
-            device=gpu,
+            device=device,
         )
-        return batch if device is None or gpu is not None else batch.to(device)
 
     async def claim_meta(
         self,

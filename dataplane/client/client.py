@@ -20,7 +20,6 @@ from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session import Connection, ForkLocal
 from dataplane.client.session_state import SessionState
 from dataplane.config import DataPlaneConfig
-from dataplane.core import devices
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
@@ -206,9 +205,7 @@ class DataPlaneClient:
         on this host from the shared memory itself, on a stream of its own; the call returns when they have arrived.
         `copy=False` then has no effect. ValueError if this process sees no such GPU.
         """
-        gpu = None if device is None else devices.gpu(device)
-        samples = self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, gpu)
-        return samples if device is None or gpu is not None else samples.to(device)
+        return self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, device)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Return `get_samples` of the meta's samples. `select_fields` defaults to `meta.fields` (ValueError if both
@@ -246,8 +243,7 @@ class DataPlaneClient:
         tokens, inner: as in `get_samples`. With a `ContextParallel` that has `pad_to`, per-token fields have at least
         `pad_to / size` columns.
         """
-        gpu = None if device is None else devices.gpu(device)
-        batch = self.perform(
+        return self.perform(
             get.get_batch,
             meta,
             get.chosen_fields(meta, select_fields),
@@ -256,9 +252,8 @@ class DataPlaneClient:
             pad_to_seqlen=pad_to_seqlen,
             tokens=tokens,
             inner=inner,
-            device=gpu,
+            device=device,
         )
-        return batch if device is None or gpu is not None else batch.to(device)
 
     def claim_meta(
         self,

@@ -51,8 +51,8 @@ class RegisteredMemory:
     def cover(self, nbytes: int) -> bool:
         """Register at least the first `nbytes`. Return False if CUDA cannot register them, which is logged once.
 
-        A new registration takes about 35 ms per GiB. It replaces the previous one and has at least twice its size, if
-        possible.
+        A new registration takes time in proportion to its size (see `docs/concepts/gpu.md`). It replaces the previous
+        one and has at least twice its size, if possible.
         """
         backed_bytes, version = self._backed()
         if version != self._version:

@@ -28,7 +28,8 @@ class _FilesInUse:
 
     @contextlib.contextmanager
     def files_for(self, what: str, count: int) -> Iterator[None]:
-        """`OpenFilesError` about `what` if the process cannot open so many files, or if the body fails for that."""
+        """Run the body, which opens at most `count` files. `OpenFilesError`, which names `what`, if the process cannot
+        open that many, or if the body fails because it opened too many."""
         with self._guard:
             self._count += count
             least = self._count

@@ -71,9 +71,8 @@ class RowWriteBack:
     def own_parts(self) -> Iterator[tuple[FieldPart, torch.Tensor]]:
         """Yield the description and the values `[elements, *inner]` of this rank's part of each field."""
         fields = self._checked_fields()
-        names = (
-            [*fields.keys()] or self.inner or ()
-        )  # a rank without results can pass the slices of the other ranks' fields
+        # A rank without results can pass the slices of other ranks' fields.
+        names = [*fields.keys()] or self.inner or ()
         row_parts(self.tokens, self.inner, self.meta.size, names)  # for its errors
         per_token = self._per_token(fields)
         for name, value in fields.items():

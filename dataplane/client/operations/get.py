@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, 
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
-from dataplane.core import failpoints
+from dataplane.core import devices, failpoints
 from dataplane.core.schema import VARIANTS, Layout, field_of, variants_of
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import (
@@ -46,6 +46,8 @@ from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
 
+D = TypeVar("D", TensorDict, BatchedDataDict[Any])
+
 
 @with_retry
 def get(
@@ -56,29 +58,36 @@ def get(
     copy: bool,
     tokens: Tokens | None = None,
     inner: Inner | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> Operation[TensorDict]:
-    """Return the fields of the samples, or parts of them, as a TensorDict; with `copy=False`, as views where rows are
-    contiguous. device: a CUDA device, to which the rows are copied."""
+    """Return the fields of the samples, or parts of them, as a TensorDict on `device`, by default the CPU; there, with
+    `copy=False`, as views where rows are contiguous."""
+    gpu = None if device is None else devices.gpu(device)
     select_fields = name_tuple("select_fields", select_fields)
     parts = row_parts(tokens, inner, len(ids_of(names)), select_fields)
-    if not copy and device is None:
-        return (yield from _read_views(session_state, names, partition, select_fields, parts))
 
     def build(sources: Mapping[str, RowSource], _: Sequence[c.FieldLocations]) -> TensorDict:
         """Copy the rows out of the storage units' memory."""
-        if device is not None:
-            columns = decode_on_device(sources, device, layout="jagged", **_decoding(session_state))
+        if gpu is not None:
+            columns = decode_on_device(sources, gpu, layout="jagged", **_decoding(session_state))
             return as_tensordict(sources, columns)
         return assemble(sources, empty=session_state.empty, **_decoding(session_state))
 
-    there = device is not None
-    samples: TensorDict = yield from _read(
-        session_state, names, partition, select_fields, parts, build, unpadded=not there, on_device=there
-    )
-    if there:  # in the caller's thread, unlike `build`
-        use_on_current_stream(samples.values())
-    return samples
+    samples: TensorDict
+    if copy or gpu is not None:
+        samples = yield from _read(
+            session_state,
+            names,
+            partition,
+            select_fields,
+            parts,
+            build,
+            unpadded=gpu is None,
+            on_device=gpu is not None,
+        )
+    else:
+        samples = yield from _read_views(session_state, names, partition, select_fields, parts)
+    return _placed(samples, device, gpu)
 
 
 @with_retry
@@ -196,19 +205,20 @@ def get_batch(
     pad_to_seqlen: int,
     tokens: Tokens | None = None,
     inner: Inner | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> Operation[BatchedDataDict[Any]]:
-    """Gather the fields of the samples, or parts of them, directly into padded tensors. device: a CUDA device for
-    them, by default the CPU."""
+    """Gather the fields of the samples, or parts of them, directly into padded tensors, on `device`, by default the
+    CPU."""
+    gpu = None if device is None else devices.gpu(device)
     width, parts = checked_width(pad_to_seqlen), row_parts(tokens, inner, meta.size, select_fields)
 
     def build(sources: Mapping[str, RowSource], located: Sequence[c.FieldLocations]) -> BatchedDataDict[Any]:
         """Copy the rows into a batch, which records which of its columns do not have one element per token."""
         others = not_per_token(jagged_lengths(located), meta.sequence_lengths)
-        if device is None:
+        if gpu is None:
             decode: Any = partial(decode_batch, empty=session_state.empty)
         else:
-            decode = partial(decode_on_device, device=device)
+            decode = partial(decode_on_device, device=gpu)
         columns = decode(
             sources,
             layout=layout,
@@ -222,11 +232,18 @@ def get_batch(
         return batch
 
     batch: BatchedDataDict[Any] = yield from _read(
-        session_state, meta, meta.partition_id, select_fields, parts, build, on_device=device is not None
+        session_state, meta, meta.partition_id, select_fields, parts, build, on_device=gpu is not None
     )
-    if device is not None:  # in the caller's thread, unlike `build`
-        use_on_current_stream(batch.values())
-    return batch
+    return _placed(batch, device, gpu)
+
+
+def _placed(result: D, device: torch.device | str | None, gpu: torch.device | None) -> D:
+    """Return the result of a read on `device` (None: the CPU). It is already there if `gpu` is not None. Call this in
+    the thread that will use the result."""
+    if gpu is not None:
+        use_on_current_stream(result.values())
+        return result
+    return result if device is None else result.to(device)
 
 
 def _decoding(session_state: SessionState) -> dict[str, Any]:

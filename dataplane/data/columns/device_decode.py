@@ -93,7 +93,7 @@ def use_on_current_stream(columns: Iterable[Any]) -> None:
 @dataclasses.dataclass(frozen=True)
 class _Target:
     """The tensor to fill with the rows of a column. positions: `[entries]` of the entries of `source` in it, in bytes.
-    pad: the element in the rest, None if there is no rest."""
+    pad: the element that fills the other positions; None if the rows fill the tensor."""
 
     name: str
     source: RowSource

@@ -158,3 +158,11 @@ def one_connection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     """As `here`, for tests of shared memory itself."""
     yield from _here("memory", monkeypatch)
+
+
+@pytest.fixture
+def switched() -> Iterator[Here]:
+    """Workers of one host whose tensors travel by process groups."""
+    workers = Here(True, collectives="always")
+    yield workers
+    workers.close()

@@ -19,9 +19,9 @@ from tests.workers.messages.messengers import WAIT_S, Here, address, elsewhere, 
 from tests.workers.messages.test_messenger import Batch, _same
 from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, WorkerLostError
 from workers.groups.worker import COLLECTIVES_VARIABLE
-from workers.messages import CollectiveGroupOptions, Messenger, collectives, device_sharing, transfers
-from workers.messages.collectives import CollectiveGroup, DeviceValues, Membership, Road
-from workers.messages.wire import Place, SharedMemory
+from workers.messages import CollectiveGroupOptions, Messenger, collectives, transfers
+from workers.messages.collectives import CollectiveGroup, Membership, Road
+from workers.messages.wire import Place
 
 pytestmark = pytest.mark.integration
 
@@ -293,74 +293,6 @@ def test_a_receiver_without_such_a_device(switched: Here, shared_memory: bool) -
     _through_host_memory(a, b)
     assert _host_only(a) == {"g:1"}
     assert not _groups(a)
-
-
-@pytest.fixture
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU be one device on which workers share memory."""
-    shared: dict[bytes, torch.Tensor] = {}
-
-    def share(values: DeviceValues) -> SharedMemory:
-        handle = f"{len(shared)}".encode()
-        shared[handle] = values.flat
-        return SharedMemory(handle, values.flat.numel(), 0, b"", 0, b"", False)
-
-    def copy_of(memory: SharedMemory, nbytes: int, device: torch.device) -> torch.Tensor:
-        assert device == torch.device("cpu")
-        return shared[memory.handle][:nbytes].clone()
-
-    monkeypatch.setattr(device_sharing, "share", share)
-    monkeypatch.setattr(device_sharing, "copy_of", copy_of)
-    for module in (transfers, collectives):
-        monkeypatch.setattr(module, "place_of", lambda _: Place("cpu", "the only one"))
-
-
-@pytest.mark.usefixtures("one_device")
-def test_workers_on_one_device_copy_from_its_memory(switched: Here) -> None:
-    """Collectives do not connect them."""
-    a, b = switched.workers(2)
-    for number in range(3):
-        value = {"x": torch.full((BIG,), number), "y": torch.ones(2)}
-        a.send(value, B, async_op=True)
-        value["x"].zero_()
-        assert torch.equal(b.recv(A)["x"], torch.full((BIG,), number))
-        target = torch.zeros(7)
-        b.send_tensor(torch.ones(7), A, async_op=True)
-        a.recv_tensor(target, B)
-        assert target.sum() == 7
-    assert not _groups(a)
-    assert not _host_only(a)
-
-
-@pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("failing", ["share", "copy_of"])
-def test_memory_of_a_device_that_cannot_be_shared(
-    switched: Here, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("not supported")
-
-    monkeypatch.setattr(device_sharing, failing, fail)
-    a, b = switched.workers(2)
-    _through_host_memory(a, b)
-    assert _host_only(a) == {"g:1"}
-
-
-@pytest.mark.usefixtures("one_device")
-def test_a_broadcast_to_the_source_s_device_and_another(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
-    places = {"tq-messages-g:2": Place("cpu", "another")}
-    usual = Place("cpu", "the only one")
-    monkeypatch.setattr(transfers, "place_of", lambda _: places.get(threading.current_thread().name, usual))
-    a, b, c = switched.workers(3)
-    assert any(name in places for name in (thread.name for thread in threading.enumerate()))
-    for _ in range(2):
-        works = [each.broadcast(None, NAMES, async_op=True) for each in (b, c)]
-        a.broadcast(torch.arange(BIG), NAMES)
-        for work in works:
-            assert work is not None
-            assert torch.equal(work.wait(), torch.arange(BIG))
-    assert [group.membership.peers for group in _groups(a)] == [frozenset(["g:2"])]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """An error at any part of a message's way is that message's, at both of its ends: none is only logged."""
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from dataplane.errors import InternalError
 from tests.restarts import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, settling
+from tests.workers.messages.messengers import WAIT_S, Here, address, settling, switched
 from tests.workers.messages.test_limits import _once
 from workers.messages import Messenger, transfers
 from workers.messages.collectives import CollectiveGroup, _Job
@@ -26,14 +27,6 @@ pytestmark = pytest.mark.integration
 A, B, C = address(0), address(1), address(2)
 NAMES = [A, B, C]
 BIG = 3 << 20
-
-
-@pytest.fixture
-def switched() -> Iterator[Here]:
-    """Workers of one host whose tensors travel by process groups."""
-    workers = Here(True, collectives="always")
-    yield workers
-    workers.close()
 
 
 @pytest.fixture
@@ -57,19 +50,19 @@ def _fails_at_both_ends(a: Messenger, b: Messenger, monkeypatch: pytest.MonkeyPa
     assert b.recv(A) == "fine"
 
 
-@pytest.mark.parametrize(("owner", "name"), [(IoThread, "_send_chunk"), (Incoming, "receive_chunk")])
-def test_an_error_at_a_chunk(far: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    a, b = far.workers(2)
-    monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
-    _fails_at_both_ends(a, b, monkeypatch)
-
-
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [(TransferSource, "handle_ready"), (TransferReceiver, "begin")],
+    ("workers", "owner", "name"),
+    [
+        ("far", IoThread, "_send_chunk"),
+        ("far", Incoming, "receive_chunk"),
+        ("switched", TransferSource, "handle_ready"),
+        ("switched", TransferReceiver, "begin"),
+    ],
 )
-def test_an_error_at_a_transfer(switched: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    a, b = switched.workers(2)
+def test_an_error_at_a_chunk_or_a_transfer(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, workers: str, owner: type, name: str
+) -> None:
+    a, b = request.getfixturevalue(workers).workers(2)
     monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
     _fails_at_both_ends(a, b, monkeypatch)
 
