@@ -143,6 +143,7 @@ def test_after_an_interrupt_while_sending_all_calls_are_resent_on_a_new_socket(
     channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interrupted thread may have sent half a message."""
+    monkeypatch.setattr(channel, "_use", threading.RLock())
     ledger.late = True
     calls = sealing(channel, threads, 2).values()
     wait_until(lambda: len(ledger.of(c.Seal)) == 2, "both are sent")
@@ -154,10 +155,11 @@ def test_after_an_interrupt_while_sending_all_calls_are_resent_on_a_new_socket(
         raise KeyboardInterrupt
 
     ledger.late = False
-    monkeypatch.setattr(call_socket, "send", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        channel._send_once(channel._calls.begin_post(c.Release(located=1)))
-    monkeypatch.setattr(call_socket, "send", send)
+    with channel._use:  # no other thread sends the request before this one
+        monkeypatch.setattr(call_socket, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            channel._send_once(channel._calls.begin_post(c.Release(located=1)))
+        monkeypatch.setattr(call_socket, "send", send)
     for call in calls:
         call.result(WAIT_S)
     assert dealer.closed
