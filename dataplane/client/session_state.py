@@ -89,18 +89,23 @@ class Pins:
 
 
 class Schema(dict[str, FieldSpec]):
-    """The known fields of a partition: declared fields, and undeclared fields that live samples have. strict: the
-    service rejects undeclared fields."""
+    """The known fields of a partition: declared fields, and undeclared fields that live samples have. open: those whose
+    kind nobody declared, so that puts may widen it. widened: those whose kind did. strict: the service rejects
+    undeclared fields."""
 
     def __init__(
         self,
         fields: Mapping[str, FieldSpec] = MappingProxyType({}),
         *,
         undeclared: Iterable[str] = (),
+        open: Iterable[str] = (),
+        widened: Iterable[str] = (),
         strict: bool = False,
     ) -> None:
         super().__init__(fields)
         self._undeclared = frozenset(undeclared)
+        self.open = frozenset(open)
+        self.widened = frozenset(widened)
         self.strict = strict
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
+
+from dataplane.core.types import FieldKind
 
 Layout = Literal["padded", "jagged"]
 """Form of jagged fields in a returned batch: right-padded `[N, S, ...]`, or `torch.nested` jagged tensors."""
@@ -72,19 +75,43 @@ TOKEN_ALIGNED_FIELDS = frozenset(
 dimensions put under such a name is stored as jagged, and cut to the samples' lengths if they are known."""
 
 
+STANDARD_KINDS: dict[str, FieldKind] = {
+    **dict.fromkeys(TOKEN_ALIGNED_FIELDS, FieldKind.JAGGED),
+    "patches": FieldKind.JAGGED,
+    "images": FieldKind.RAGGED,
+}
+"""Kinds of standard columns whose rows have different shapes. A tensor of two or more dimensions put under such a name
+has this kind, unless a `FieldSpec` overrides it."""
+
+# A field is stored in a column of its name, and if needed in hidden columns with these suffixes. Each row of the field
+# is in one of these columns.
 VARIANTS = "\x1fvariants"
-"""Suffix of the hidden column of a field, which holds rows that do not fit the field's spec as objects. Each row of the
-field is in one of the two columns. Both columns count as one field."""
+"""Suffix of the column of rows that do not fit the field's spec. They are stored as objects."""
+EARLIER: tuple[str, ...] = tuple(f"\x1f{kind}" for kind in (FieldKind.JAGGED, FieldKind.DENSE, FieldKind.OBJECT))
+"""Suffixes of the columns of rows that were put before the field's kind widened, by that kind, the widest first."""
 
 
 def variants_of(field: str) -> str:
-    """Return the name of the field's hidden column."""
+    """Return the name of the field's column of variants."""
     return field + VARIANTS
+
+
+@functools.lru_cache(maxsize=4096)
+def earlier_columns(field: str) -> tuple[str, ...]:
+    """Return the names of the field's columns of rows that were put before its kind widened, the widest kind first."""
+    return tuple(field + suffix for suffix in EARLIER)
+
+
+@functools.lru_cache(maxsize=4096)
+def columns_of(field: str) -> tuple[str, ...]:
+    """Return the names of all columns that can hold rows of the field, the hidden ones after the one of its name."""
+    return (field, *earlier_columns(field), variants_of(field))
 
 
 def field_of(column: str) -> str:
     """Return the field to which a column belongs, whether the column is hidden or not."""
-    return column.removesuffix(VARIANTS)
+    name, mark, suffix = column.rpartition("\x1f")
+    return name if mark and mark + suffix in (VARIANTS, *EARLIER) else column
 
 
 def round_up(length: int, multiple: int) -> int:

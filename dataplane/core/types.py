@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+from dataplane.core.plain_numbers import fits
+
+PROTOCOL_VERSION = 9
 GRANULE_BYTES = 64
 """Alignment of extents: they start and end on multiples of this, so no two extents share a cache line."""
 
@@ -76,8 +78,11 @@ def _shape(inner: Iterable[int]) -> tuple[int, ...]:
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
     """Kind, dtype and inner shape of a field. A part that is None is undecided until the first put fixes it.
 
-    kind: a `FieldKind` or its name. dtype: torch's dtype name ("bfloat16"; a `torch.dtype` is accepted too); None for
-    objects. inner: the shape of one element of a jagged row, or of one dense row; None for ragged and object.
+    kind: a `FieldKind` or its name. dtype: torch's dtype name ("bfloat16"; a `torch.dtype` is accepted too). inner: the
+    shape of one element of a jagged row, or of one dense row; None for ragged and object.
+
+    Declared objects have no dtype. The service sets the dtype of an object field that nobody declared while all of its
+    rows are plain numbers: the smallest dtype that holds them (see `core.plain_numbers`).
     """
 
     kind: FieldKind | None = None
@@ -122,13 +127,24 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
 
     def accepts(self, other: FieldSpec) -> bool:
         """Whether values of the settled spec `other` may be put into a field with this spec."""
+        if self.kind is FieldKind.OBJECT:
+            return other.kind is FieldKind.OBJECT
         return (
             self.kind in (None, other.kind) and self.dtype in (None, other.dtype) and self.inner in (None, other.inner)
         )
 
+    def widens_to(self, other: FieldSpec) -> bool:
+        """Whether a field of this settled spec can hold values of the settled spec `other` if its kind changes to that
+        of `other`: from dense or jagged rows to ragged ones, and from objects that are plain numbers to dense rows."""
+        if other.kind is FieldKind.RAGGED:
+            return self.kind in (FieldKind.DENSE, FieldKind.JAGGED) and self.dtype == other.dtype
+        if other.kind is FieldKind.DENSE and self.kind is FieldKind.OBJECT:
+            return other.inner == () and self.dtype is not None and fits(self.dtype, other.dtype or "")
+        return False
+
     def __str__(self) -> str:
         parts = [str(self.kind or "any kind")]
-        if self.dtype is not None:
+        if self.dtype is not None and self.kind is not FieldKind.OBJECT:
             parts.append(self.dtype)
         if self.inner is not None:
             parts.append(f"inner shape {list(self.inner)}")

@@ -206,7 +206,7 @@ def test_what_does_not_fit_together_is_stored_apart(server: Server, client: Data
         one("d", "right", 5, mode="create"),
         {"sample_ids": ["e"], "partition_id": "right", "fields": {"n": torch.tensor([6])}},
         {"sample_ids": ["f"], "partition_id": "right", "fields": large},
-        {"sample_ids": ["g"], "partition_id": "right", "fields": {"n": torch.tensor([[1]])}},
+        {"sample_ids": ["g"], "partition_id": "right", "fields": {"n": torch.tensor([1.0])}},
     ]
     outcomes = run(server, lambda connected: together(connected, puts))
     assert joined == []

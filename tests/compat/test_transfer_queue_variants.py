@@ -58,7 +58,7 @@ def test_rows_that_fit_a_field_that_a_native_client_declared_go_there(native: Da
 
 def test_two_columns_count_as_one_field(native: DataPlaneClient) -> None:
     tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": torch.ones(2, 3), "y": torch.ones(2)}, batch_size=2))
-    tq.kv_put("b", "p", {"x": torch.ones(2, 2)})
+    tq.kv_put("b", "p", {"x": torch.ones(2, 2, dtype=torch.int64)})
     assert native.list_samples("p").fields == ["x", "y"]
     [found] = [each for each in native.stats().partitions if each.partition == "p"]
     assert found.produced == {"x": 2, "y": 2}
@@ -114,7 +114,7 @@ def test_a_checkpoint_has_both_columns(native: DataPlaneClient, tmp_path: Path) 
 def test_a_strict_schema_has_no_other_column(native: DataPlaneClient) -> None:
     native.register_partition("s", ["x"], None, [], strict=True)
     tq.kv_put("a", "s", {"x": torch.ones(2)})
-    for fields in ({"x": torch.ones(2, 2)}, {"y": torch.ones(2)}):
+    for fields in ({"x": torch.ones(2).bool()}, {"y": torch.ones(2)}):
         with pytest.raises(SchemaError, match="strict"):
             tq.kv_put("a", "s", fields)
 

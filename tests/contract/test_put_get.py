@@ -157,16 +157,17 @@ def test_dense_into_a_jagged_field_is_rows_of_one_length(client: DataPlaneClient
 
 def test_nested_rows_of_one_length_fit_a_dense_field(client: DataPlaneClient, partition: str) -> None:
     value = torch.arange(12).reshape(3, 4)
-    client.put_samples(ids(3), partition, {"values": value})
+    client.put_samples(ids(3), partition, {"vectors": value})
     client.put_samples(
-        ids(2), partition, {"values": torch.nested.as_nested_tensor([value[1], value[2]], layout=torch.jagged)}
+        ids(2), partition, {"vectors": torch.nested.as_nested_tensor([value[1], value[2]], layout=torch.jagged)}
     )
     nested = torch.nested.nested_tensor([value[0], value[0]], layout=torch.jagged)
-    client.put_samples(ids(3)[1:], partition, {"values": nested})
-    assert same(client.get_samples(ids(3), partition, ["values"])["values"], value[[1, 0, 0]])
+    client.put_samples(ids(3)[1:], partition, {"vectors": nested})
+    assert same(client.get_samples(ids(3), partition, ["vectors"])["vectors"], value[[1, 0, 0]])
+    client.register_partition(partition, {"vectors": FieldSpec("dense")}, None, [])
     rows = torch.nested.nested_tensor([value[0], value[0][:3]], layout=torch.jagged)
     with pytest.raises(SchemaError, match=r"shapes \[4\] \(row 0\) and \[3\] \(row 1\)"):
-        client.put_samples(ids(2), partition, {"values": rows})
+        client.put_samples(ids(2), partition, {"vectors": rows})
 
 
 def test_views_without_copying(client: DataPlaneClient, partition: str) -> None:
@@ -223,6 +224,7 @@ def test_modes(client: DataPlaneClient, partition: str) -> None:
 
 def test_refused_puts_leave_nothing(client: DataPlaneClient, partition: str) -> None:
     x = torch.arange(4, dtype=torch.float32)
+    client.register_partition(partition, {"x": FieldSpec("dense", "float32", ())}, None, [])
     client.put_samples(ids(4), partition, {"x": x})
     before = client.stats().units[0].live_bytes
     refused: list[tuple[dict[str, Any], type[Exception]]] = [
@@ -245,6 +247,7 @@ def test_refused_puts_leave_nothing(client: DataPlaneClient, partition: str) -> 
 
 
 def test_a_field_that_differs_says_both(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, {"x": FieldSpec("dense")}, None, [])
     client.put_samples(ids(2), partition, {"x": torch.zeros(2, 3)})
     with pytest.raises(ValueError, match=r"'x'.*float64.*float32"):
         client.put_samples(["t0"], partition, {"x": torch.zeros(1, 3, dtype=torch.float64)})

@@ -20,7 +20,9 @@ def fetch_schema(session_state: SessionState, partition: str) -> Operation[Schem
     session_state.schemas.forget(partition)  # first: if the fetch fails, none is cached
     described = yield Send(c.Describe(partition=partition))
     result: c.Described = described.result
-    schema = Schema(result.fields, undeclared=result.undeclared, strict=result.strict)
+    schema = Schema(
+        result.fields, undeclared=result.undeclared, open=result.open, widened=result.widened, strict=result.strict
+    )
     session_state.schemas.remember(partition, schema)
     return schema
 

@@ -25,11 +25,13 @@ from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.core import devices, failpoints
-from dataplane.core.schema import VARIANTS, Layout, field_of, variants_of
+from dataplane.core.schema import VARIANTS, Layout, columns_of, field_of
+from dataplane.core.types import FieldSpec
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import (
     Column,
     RowSource,
+    StoredPart,
     as_tensordict,
     assemble,
     checked,
@@ -37,6 +39,7 @@ from dataplane.data.columns import (
     decode_columns,
     decode_on_device,
     use_on_current_stream,
+    widened,
 )
 from dataplane.data.jagged import checked_width, not_per_token
 from dataplane.data.meta import CellPlaces, KVBatchMeta
@@ -95,7 +98,7 @@ def get_present(
     session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str]
 ) -> Operation[tuple[list[int], TensorDict]]:
     """Return the positions of the samples that exist, and copies of the fields that all of these samples have. A
-    field with rows in its hidden column (see `schema.variants_of`) is returned as a stack of rows."""
+    field with rows in hidden columns (see `schema.columns_of`) is returned as a stack of rows."""
     ids = ids_of(names)
 
     def attempt(failed: StorageUnitError | None) -> Operation[tuple[list[int], TensorDict]]:
@@ -129,15 +132,41 @@ class ReadPart(NamedTuple):
     places: np.ndarray[Any, Any]
 
 
+class Stored(NamedTuple):
+    """Where the rows of a read are. names: the fields, in order. whole: the fields whose rows are all of the present
+    kind. spread: spec and parts of each other field (see `Partition.widen`)."""
+
+    names: tuple[str, ...]
+    whole: tuple[c.FieldLocations, ...]
+    spread: Mapping[str, tuple[FieldSpec, list[ReadPart]]]
+
+    @property
+    def columns(self) -> tuple[c.FieldLocations, ...]:
+        """The locations to read."""
+        return (*self.whole, *(part.located for _, parts in self.spread.values() for part in parts))
+
+
+def _stored(located: Sequence[c.FieldLocations], count: int) -> Stored:
+    """Sort the located columns of `count` fields by field."""
+    names = tuple(field.name for field in located[:count])
+    if len(located) == count:
+        return Stored(names, tuple(located), {})
+    specs = {field.name: field.spec for field in located[:count]}
+    spread_names = {field_of(column.name) for column in located[count:]}
+    parts = parts_by_field(located, np.arange(len(located[0].lengths)))
+    spread = {name: (specs[name], parts[name]) for name in names if name in spread_names}
+    return Stored(names, tuple(field for field in located[:count] if field.name not in spread), spread)
+
+
 def parts_by_field(located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
     """Return the locations of the samples at positions `existing` by field, for the fields that all of them have.
 
-    located: locations by column; a field has one column with its name, and may have a hidden one for other values."""
+    located: locations by column; a field has one column with its name, and may have hidden ones."""
     by_column = {each.name: each for each in located}
     parts: dict[str, list[ReadPart]] = {}
     for name in dict.fromkeys(map(field_of, by_column)):
         field_parts = []
-        for column in (name, variants_of(name)):
+        for column in columns_of(name):
             locations = by_column.get(column)
             if locations is None:
                 continue
@@ -168,7 +197,7 @@ def _copy_parts(
         name = part.located.name
         # Adds a comparison with the checksums, made when the rows are copied below.
         sources |= checked({name: sources[name]}, [part.located], partition, part_ids)
-    # A field without rows in its hidden column is read whole; the columns of the others are decoded and interleaved.
+    # A field without rows in hidden columns is read whole; the columns of the others are decoded and interleaved.
     plain = {name: sources[name] for name in parts if [part.located.name for part in parts[name]] == [name]}
     mixed = {name: source for name, source in sources.items() if name not in plain}
     empty, copier, pickles = session_state.empty, session_state.copier.copy, session_state.config.pickles
@@ -182,8 +211,8 @@ def _copy_parts(
 
 
 def _stacked(parts: Sequence[ReadPart], columns: Mapping[str, Column], count: int) -> NonTensorStack:
-    """Stack the `count` rows of a field that is spread over several columns. Values in a hidden column are stored as
-    1-tuples and are unwrapped."""
+    """Stack the `count` rows of a field that is spread over several columns. Variants are stored as 1-tuples and are
+    unwrapped."""
     rows: list[Any] = [None] * count
     for part in parts:
         name = part.located.name
@@ -272,8 +301,9 @@ def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequen
         session_state, meta, ids, meta.partition_id, select_fields, serials=True, unpinned=True
     )
     result: c.Located = located.result
-    yield from ensure_known(session_state, units_of(result.fields))
-    epochs = session_state.connections.epochs(units_of(result.fields))
+    whole = _stored(result.fields, len(select_fields)).whole  # fields with rows of an earlier kind are located anew
+    yield from ensure_known(session_state, units_of(whole))
+    epochs = session_state.connections.epochs(units_of(whole))
     places = {
         field.name: CellPlaces(
             spec=field.spec,
@@ -284,7 +314,7 @@ def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequen
             serials=np.zeros(0, np.int64) if field.serials is None else field.serials,
             checksums=field.checksums,
         )
-        for field in result.fields
+        for field in whole
     }
     return meta.with_handles(result.rows, result.generations).with_places({**meta.places, **places})
 
@@ -325,10 +355,10 @@ def _read(
     discarded and the located rows are copied."""
     ids = ids_of(names)
 
-    def work(fields: tuple[c.FieldLocations, ...], units: set[int]) -> Any:
+    def work(stored: Stored, units: set[int]) -> Any:
         failpoints.hit("get.mid_copy")
-        sources = _sources(session_state, names, partition, ids, fields, units, parts, on_device=on_device)
-        return build(sources, fields)
+        sources = _sources(session_state, names, partition, ids, stored, units, parts, on_device=on_device)
+        return build(sources, stored.whole)
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
         """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
@@ -341,15 +371,16 @@ def _read(
                 session_state, names, ids, partition, select_fields, meanwhile=early_copy, serials=True
             )
         try:
-            fields: tuple[c.FieldLocations, ...] = located.result.fields
+            stored = _stored(located.result.fields, len(select_fields))
+            _log_widened(session_state, partition, located.result.widened)
             # `located.meanwhile` is None if the early copy failed or was not made.
-            if remembered is not None and located.meanwhile is not None and unchanged(remembered, fields):
+            if remembered is not None and located.meanwhile is not None and unchanged(remembered, stored.columns):
                 built = located.meanwhile
             else:
-                units = _refuse_failed(units_of(fields), failed)
+                units = _refuse_failed(units_of(stored.columns), failed)
                 yield from ensure_known(session_state, units)
-                brief = partial(_copies_little, session_state, fields, units) if unpadded else never
-                built = yield Work(partial(work, fields, units), brief)
+                brief = partial(_copies_little, session_state, stored.columns, units) if unpadded else never
+                built = yield Work(partial(work, stored, units), brief)
             yield from _check_pins_lasted(session_state)
             return built
         finally:
@@ -364,24 +395,61 @@ def _sources(
     names: Names,
     partition: str,
     ids: Sequence[str],
-    fields: Sequence[c.FieldLocations],
+    stored: Stored,
     units: set[int],
     parts: RowParts | None,
     guard: object | None = None,
     on_device: bool = False,
 ) -> dict[str, RowSource]:
-    """Return where the located rows, or these parts of them, are in this process's memory. Whole rows are compared with
+    """Return where the rows, or these parts of them, are in this process's memory. Whole rows are compared with
     their checksums, if they have any, when they are read. guard, on_device: see `UnitConnections.gather`."""
     gather = partial(session_state.connections.gather, guard=guard, on_device=on_device)
+    if stored.spread:
+        whole = Stored(tuple(field.name for field in stored.whole), stored.whole, {})
+        sources = _sources(session_state, names, partition, ids, whole, units, parts, guard, on_device)
+        for name, (spec, read_parts) in stored.spread.items():
+            if parts is not None and name in parts.slices:
+                raise InvalidRequestError(f"inner: field {name!r} is {spec} now, and its rows cannot be sliced")
+            sources[name] = _spread_source(partial(gather, units=units), partition, ids, spec, read_parts)
+        return {name: sources[name] for name in stored.names}
     if parts is None:
-        return checked(gather(fields, units), fields, partition, ids)
-    chosen = parts.of(fields, names.sequence_lengths if isinstance(names, KVBatchMeta) else None)
+        return checked(gather(stored.whole, units), stored.whole, partition, ids)
+    chosen = parts.of(stored.whole, names.sequence_lengths if isinstance(names, KVBatchMeta) else None)
     sources = gather(
         [part.entries for part in chosen],
         units,
         parts={part.entries.name: part.inner for part in chosen if part.inner is not None},
     )
     return {part.entries.name: replace(sources[part.entries.name], pieces=part.pieces) for part in chosen}
+
+
+def _spread_source(
+    gather: Callable[..., dict[str, RowSource]],
+    partition: str,
+    ids: Sequence[str],
+    spec: FieldSpec,
+    parts: Sequence[ReadPart],
+) -> RowSource:
+    """Return the rows of a field with rows of an earlier kind. gather: of these columns."""
+    located = [part.located for part in parts]
+    sources = gather(located)
+    stored_parts = []
+    for part in parts:
+        name, part_ids = part.located.name, [ids[place] for place in part.places.tolist()]
+        source = checked({name: sources[name]}, [part.located], partition, part_ids)[name]
+        stored_parts.append(StoredPart(part.places, source))
+    return widened(spec, stored_parts, len(ids))
+
+
+def _log_widened(session_state: SessionState, partition: str, fields: Sequence[str]) -> None:
+    """Log once for each field that its kind is another one than that of its first put."""
+    for name in session_state.warned.filter_new("get", partition, fields) if fields else ():
+        log.warning(
+            "get: the kind of field %r of partition %r has widened since its first put, because later rows did not fit "
+            "it; reads return the wider kind. To have that from the first put on, declare it in register_partition.",
+            name,
+            partition,
+        )
 
 
 def _copies_little(session_state: SessionState, fields: Sequence[c.FieldLocations], units: set[int]) -> bool:
@@ -422,7 +490,9 @@ def _try_work(session_state: SessionState, work: Callable[..., Any], remembered:
     """Run `work`, which reads the rows, with the remembered locations. Return None if they cannot be read, or if a unit
     may have released their memory (see `backed`)."""
     try:
-        return work(remembered, units_of(remembered)) if session_state.connections.backed(remembered) else None
+        if not session_state.connections.backed(remembered):
+            return None
+        return work(_stored(remembered, len(remembered)), units_of(remembered))
     except Exception as error:
         log.debug("Rows cannot be read at the locations in the meta: %s", error)
         return None
@@ -444,14 +514,15 @@ def _read_views(
         # A list, so that `pins.clear()` drops the last reference of this frame and of `work`: only views keep the pin.
         pins = [session_state.pin(located.number)]
         try:
-            fields: tuple[c.FieldLocations, ...] = located.result.fields
-            units = _refuse_failed(units_of(fields), failed)
+            stored = _stored(located.result.fields, len(select_fields))
+            _log_widened(session_state, partition, located.result.widened)
+            units = _refuse_failed(units_of(stored.columns), failed)
             yield from ensure_known(session_state, units)
 
             def work() -> TensorDict:
                 """Return views of mapped arenas; `pins[0]` lives as long as any of them."""
                 failpoints.hit("get.mid_copy")
-                sources = _sources(session_state, names, partition, ids, fields, units, parts, guard=pins[0])
+                sources = _sources(session_state, names, partition, ids, stored, units, parts, guard=pins[0])
                 return assemble(sources, copy=False, empty=session_state.empty, **_decoding(session_state))
 
             views: TensorDict = yield Work(work)

@@ -152,8 +152,14 @@ def _append(
     in the meantime: while the rows that were read are pinned, until the commit, no other rows take their place."""
     partition, samples = commit.partition, commit.samples
     # Without token lengths: a meta has those of whole rows, not of the appended pieces.
-    encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None)
+    encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None, widens=False)
     for turn in range(PUT_TRIES):
+        for column in encoded:
+            if column.name in schema.widened and column.spec.kind is FieldKind.RAGGED:
+                raise InvalidRequestError(
+                    f"append: the rows of field {column.name!r} have different shapes, so that no values can be "
+                    'appended to them; declare FieldSpec("jagged") for it in register_partition'
+                )
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
         locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
         located = yield from send_for_samples(ids, locate)
@@ -170,7 +176,9 @@ def _append(
         except (SchemaError, StaleSchemaError) as error:
             if turn + 1 == PUT_TRIES or not (yield from _refresh_schema(session_state, partition, schema, error)):
                 raise
-            encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None)
+            encoded, schema = yield from _encode(
+                session_state, partition, fields, len(ids), token_lengths=None, widens=False
+            )
         finally:
             yield Post(c.Release(located=located.number))
     raise AssertionError("the last turn returns or raises")
@@ -226,16 +234,20 @@ def _encode(
     token_lengths: Sequence[int] | None,
     *,
     warn: bool = True,
+    widens: bool = True,
 ) -> Operation[tuple[list[EncodedColumn], Schema]]:
     """Return the columns encoded for the partition's schema, and that schema. An outdated cached schema is fetched
-    again once. token_lengths: the number of tokens of each sample, if known. warn: log undeclared field names."""
+    again once. token_lengths: the number of tokens of each sample, if known. warn: log undeclared field names. widens:
+    values that do not fit a kind that nobody declared are encoded as a wider kind."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
-        """Return the encoded columns and `specs`. Raise `SchemaError` if values do not match."""
+        """Return the encoded columns and `specs`. Raise `SchemaError` or `InvalidRequestError` if values do not
+        match."""
         columns = encode_fields(
             fields,
             rows=rows,
             specs=specs,
+            open_fields=specs.open if widens else (),
             partition=partition,
             token_lengths=token_lengths,
             pickles=session_state.config.pickles,
@@ -245,7 +257,7 @@ def _encode(
     known = yield from schema_for_put(session_state, partition, fields.keys() if warn else ())
     try:
         return encode(known)
-    except SchemaError:
+    except (SchemaError, InvalidRequestError):
         fresh = yield from fetch_schema(session_state, partition)
         if fresh == known:  # the cached schema was up to date: the values are wrong
             raise

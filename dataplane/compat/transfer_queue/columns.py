@@ -20,7 +20,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from dataplane.core.schema import field_of, variants_of
+from dataplane.core.schema import columns_of, field_of, variants_of
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.jagged import jagged_from_values
 from dataplane.data.tensor_memory import TORCH_DTYPES
@@ -227,43 +227,47 @@ def located_schema(locations: Sequence[c.FieldLocations]) -> dict[str, FieldSche
     these samples, hidden ones included; a sample without a value has the length -1."""
     with_values = {column.name: column for column in locations if (column.lengths >= 0).any()}
     names = dict.fromkeys(map(field_of, with_values))
-    return {name: _joined_schema(with_values.get(name), with_values.get(variants_of(name))) for name in names}
+    return {name: _joined_schema([with_values.get(column) for column in columns_of(name)]) for name in names}
 
 
-def _joined_schema(own: c.FieldLocations | None, hidden: c.FieldLocations | None) -> FieldSchema:
-    """Join the schemas of a field's own column and its hidden column, whose rows have unknown shapes. At least one of
-    them is given."""
-    if own is None:
-        return {**unknown_schema(), "is_non_tensor": True}
-    schema = _column_schema(own)
-    if hidden is None:
-        return schema
-    # Rows in the hidden column have the shape None.
-    shapes = schema.get("per_sample_shapes") or [
-        schema["shape"] if length >= 0 else None for length in own.lengths.tolist()
-    ]
-    return {**schema, "is_nested": True, "shape": None, "per_sample_shapes": shapes}
-
-
-def _column_schema(column: c.FieldLocations) -> FieldSchema:
-    """Return the schema of the rows in a column."""
-    spec, is_tensor = column.spec, column.spec.kind is not FieldKind.OBJECT
+def _joined_schema(columns: Sequence[c.FieldLocations | None]) -> FieldSchema:
+    """Join the schemas of a field's columns that have values, in the order of `schema.columns_of`: the dtype is that of
+    the first one with tensors; rows of unknown shape have the shape None."""
+    present = [column for column in columns if column is not None]
+    own = next((column for column in present if column.spec.kind is not FieldKind.OBJECT), present[0])
+    is_tensor = own.spec.kind is not FieldKind.OBJECT
     schema: FieldSchema = {
-        "dtype": TORCH_DTYPES[spec.dtype or ""] if is_tensor else None,  # a tensor column with values has a dtype
+        "dtype": TORCH_DTYPES[own.spec.dtype or ""] if is_tensor else None,  # a tensor column with values has a dtype
         "shape": None,
-        "is_nested": spec.kind is FieldKind.RAGGED,
+        "is_nested": own.spec.kind is FieldKind.RAGGED or len(present) > 1,
         "is_non_tensor": not is_tensor,
     }
-    if spec.kind is FieldKind.DENSE:
-        return {**schema, "shape": torch.Size(spec.inner or (1,))}  # of a scalar: [1], as in the original
-    if spec.kind is not FieldKind.JAGGED:
+    shapes: list[tuple[int, ...] | None] = [None] * len(own.lengths)
+    for column in present:
+        for row, shape in _known_shapes(column).items():
+            shapes[row] = shape
+    if len(present) == 1:
+        if own.spec.kind is FieldKind.DENSE:
+            return {**schema, "shape": torch.Size(own.spec.inner or (1,))}
+        if own.spec.kind is not FieldKind.JAGGED:
+            return schema
+        if len(set(shapes)) == 1:
+            return {**schema, "shape": torch.Size(shapes[0] or ())}
+    elif all(shape is None for shape in shapes):
         return schema
-    inner = spec.inner or ()
-    lengths = column.lengths.tolist()  # -1: no value
-    if len(set(lengths)) == 1:
-        return {**schema, "shape": torch.Size((lengths[0], *inner))}
-    shapes = [(length, *inner) if length >= 0 else None for length in lengths]
     return {**schema, "is_nested": True, "per_sample_shapes": shapes}
+
+
+def _known_shapes(column: c.FieldLocations) -> dict[int, tuple[int, ...]]:
+    """Return the shape of each row that a dense or jagged column has, by row."""
+    spec, lengths = column.spec, column.lengths.tolist()  # -1: no value
+    inner = spec.inner or ()
+    match spec.kind:
+        case FieldKind.DENSE:  # of a scalar: [1], as in the original
+            return {row: inner or (1,) for row, length in enumerate(lengths) if length >= 0}
+        case FieldKind.JAGGED:
+            return {row: (length, *inner) for row, length in enumerate(lengths) if length >= 0}
+    return {}
 
 
 def known_fields(locations: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
@@ -276,6 +280,6 @@ def produced(locations: Sequence[c.FieldLocations], count: int, fields: Sequence
     """Return `[N, F]` with 1 where the sample has the field, otherwise 0. count: the number N of samples."""
     has_value = {column.name: column.lengths >= 0 for column in locations}  # a length of -1: no value
     none = np.zeros(count, np.bool_)
-    # A value is in the field's own column or in its hidden column.
-    columns = [has_value.get(name, none) | has_value.get(variants_of(name), none) for name in fields]
+    # A value is in one of the field's columns.
+    columns = [np.logical_or.reduce([has_value.get(column, none) for column in columns_of(name)]) for name in fields]
     return np.stack(columns, axis=1).astype(np.int8) if columns else np.ones((count, 0), np.int8)

@@ -21,6 +21,7 @@ from dataplane.data.columns.row_source import InnerPart, RowSource
 from dataplane.data.columns.specs import declared_specs
 from dataplane.data.columns.values import FlatValues
 from dataplane.data.columns.verify import checked
+from dataplane.data.columns.widened import StoredPart, widened
 
 __all__ = [
     "Column",
@@ -31,6 +32,7 @@ __all__ = [
     "PerToken",
     "RowSource",
     "Shared",
+    "StoredPart",
     "SharedOffsets",
     "appended",
     "as_tensordict",
@@ -48,4 +50,5 @@ __all__ = [
     "require_fields",
     "from_pool",
     "use_on_current_stream",
+    "widened",
 ]

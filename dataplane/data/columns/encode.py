@@ -13,8 +13,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensorc
 from torch import Tensor
 
 from dataplane.core.checksums import UInt32s
+from dataplane.core.plain_numbers import numbers_dtype
 from dataplane.core.row_copy import Int64s, Run, UInt8s
-from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
+from dataplane.core.schema import STANDARD_KINDS, TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns.values import (
     FlatValues,
@@ -36,7 +37,14 @@ from dataplane.data.jagged import (
 )
 from dataplane.data.meta import FixedList
 from dataplane.data.object_codec import describe_tensor, encode_rows, plain_tensor, type_name
-from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, tensor_from_numpy
+from dataplane.data.tensor_memory import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    byte_view,
+    number_fits,
+    tensor_from_numpy,
+    tensor_of_numbers,
+)
 from dataplane.errors import InvalidRequestError, SchemaError, UnsupportedValueError, first_few
 
 _COLUMN_HINT = (
@@ -142,6 +150,7 @@ def encode_fields(
     *,
     rows: int,
     specs: Mapping[str, FieldSpec],
+    open_fields: Collection[str] = (),
     partition: str = "",
     token_lengths: Any = None,
     pickles: bool = False,
@@ -149,13 +158,17 @@ def encode_fields(
     """Encode the fields of a put of `rows` samples as columns, in the order of `fields`.
 
     specs: field specs of `partition`; a field may be missing or its spec open. The value settles the open parts: nested
-    tensors are jagged. A dense tensor `[N, ...]` is dense, but jagged if it has two or more dimensions and `specs` has
-    the field under a name of `schema.TOKEN_ALIGNED_FIELDS`. A list of tensors is jagged if their shapes agree beyond
-    dimension 0, dense if all are scalars, else ragged. All other values are objects. An empty list without a declared
-    kind is omitted.
+    tensors are jagged, or ragged if their ragged dimension is not the first one of the rows. A dense tensor `[N, ...]`
+    is dense. A list of tensors is jagged if their shapes agree beyond dimension 0, dense if all are scalars, else
+    ragged. Tensors of two or more dimensions have the kind of `schema.STANDARD_KINDS` if that has their name. All other
+    values are objects. An empty list without a declared kind is omitted.
+
+    open_fields: fields of `specs` whose kind nobody declared. Rows that do not fit such a kind are encoded as the kind
+    to which the field then widens (see `FieldSpec.widens_to`).
 
     A dense `[N, L, *inner]` put into a jagged field becomes N rows of length L. With `token_lengths` `[N]` (passed if
-    the lengths of the samples are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements.
+    the lengths of the samples are known, as in a write-back by meta) row i of a per-token field is its first
+    `token_lengths[i]` elements. A list of plain numbers put into a dense field of numbers becomes a tensor.
     pickles: pickle objects that the codec does not support.
 
     Raises, before any copy: SchemaError (differs from the spec), InvalidRequestError (row counts, mixed dtypes,
@@ -168,8 +181,9 @@ def encode_fields(
             name=name,
             spec=specs.get(name, FieldSpec()),
             partition=partition,
-            token_lengths=checked_lengths,
-            per_token=name in specs and name in TOKEN_ALIGNED_FIELDS,
+            token_lengths=checked_lengths if STANDARD_KINDS.get(name) is None or name in TOKEN_ALIGNED_FIELDS else None,
+            open=name in open_fields,
+            default=STANDARD_KINDS.get(name),
             pickles=pickles,
         )
         column = encoder.encode_column(value, rows)
@@ -206,14 +220,16 @@ class _FieldEncoder:
     """Encodes the value of one field; one method per kind of value.
 
     spec: what the schema has fixed so far. partition: for errors. token_lengths: length of each row `[N]` of a padded
-    tensor in a jagged field (None: the full width). per_token: treat padded tensors as jagged if the spec leaves the
-    kind open. pickles: pickle objects that the codec does not support."""
+    tensor in a jagged field (None: the full width). open: nobody declared the kind of `spec`, so it may widen. default:
+    the kind of tensors of two or more dimensions if the spec leaves the kind open (None: their shapes decide). pickles:
+    pickle objects that the codec does not support."""
 
     name: str
     spec: FieldSpec
     partition: str
     token_lengths: Tensor | None
-    per_token: bool = False
+    open: bool = False
+    default: FieldKind | None = None
     pickles: bool = False
 
     def encode_column(self, value: Any, rows: int) -> EncodedColumn | None:
@@ -222,6 +238,8 @@ class _FieldEncoder:
             return self._encode_shared(value, rows)
         if isinstance(value, PerToken):
             value = value.values_for(self.spec, self.name)
+        if isinstance(value, Tensor) and value.is_nested and value.layout is torch.jagged and not is_jagged(value):
+            return dataclasses.replace(self, default=FieldKind.RAGGED).encode_column(list(value.unbind()), rows)
         value = self._normalize(value)
         if isinstance(value, list) and not value and not rows and self.spec.kind is None:
             return None
@@ -229,9 +247,7 @@ class _FieldEncoder:
             raise InvalidRequestError(
                 f"field {self.name!r} has {_row_count(value)} rows, expected {rows} (one per sample)"
             )
-        spec, lengths, values = self._encode(value)
-        if not self.spec.accepts(spec):
-            raise self._schema_error(str(spec))
+        spec, lengths, values = self._encode_fitting(value)
         by_schema = self.spec.kind is not None
         return EncodedColumn(self.name, spec, lengths, values.sizes, index=None, values=values, by_schema=by_schema)
 
@@ -340,21 +356,48 @@ class _FieldEncoder:
 
     # --- kinds ---
 
+    def _encode_fitting(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+        """Return (settled spec, lengths, values) of a normalized value. If it does not fit the schema, encode it as the
+        kind to which the field can widen, or raise SchemaError."""
+        try:
+            encoded = self._encode(value)
+            if self.spec.accepts(encoded[0]):
+                return encoded
+            error = self._schema_error(str(encoded[0]))
+        except SchemaError as raised:
+            error = raised
+        widened = self._encode_widened(value) if self.open else None
+        if widened is None or not self.spec.widens_to(widened[0]):
+            raise error
+        return widened
+
+    def _encode_widened(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values] | None:
+        """Encode tensors as ragged rows, or as dense ones for a field of objects. None for other values."""
+        kind = FieldKind.DENSE if self.spec.kind is FieldKind.OBJECT else FieldKind.RAGGED
+        as_kind = dataclasses.replace(self, spec=FieldSpec(kind), open=False)
+        if isinstance(value, list) and as_kind._to_tensors(value) is None:
+            return None
+        return as_kind._encode(value)
+
     def _encode(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
         """Return (settled spec, lengths, values) of a normalized value, according to the kind of the schema."""
         kind = self.spec.kind
         if isinstance(value, list):
             tensors = None if kind is FieldKind.OBJECT else self._to_tensors(value)
-            return self._encode_objects(value) if tensors is None else self._encode_tensor_list(tensors)
+            if tensors is not None:
+                return self._encode_tensor_list(tensors)
+            numbers = self._to_numbers(value) if kind is FieldKind.DENSE else None
+            return self._encode_objects(value) if numbers is None else self._encode_dense(numbers)
         if kind is FieldKind.OBJECT:
             raise self._schema_error(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
         if is_jagged(value):
             # One row at a time: a ragged field takes any rows, a dense field of known shape takes rows of that shape.
-            if kind is FieldKind.RAGGED or (kind is FieldKind.DENSE and self.spec.settled):
+            ragged = FieldKind.RAGGED in (kind, self.default if kind is None else None)
+            if ragged or (kind is FieldKind.DENSE and self.spec.settled):
                 return self._encode_tensor_list([self._plain_tensor(row, i) for i, row in enumerate(value.unbind())])
             return self._encode_nested(value)
-        if kind is None and self.per_token and value.dim() > 1:
-            return self._encode_padded(value)
+        if kind is None and value.dim() > 1 and not self._is_narrow(value):
+            kind = self.default
         match kind:
             case None | FieldKind.DENSE:
                 return self._encode_dense(value)
@@ -375,6 +418,19 @@ class _FieldEncoder:
             ]
         return None
 
+    def _to_numbers(self, rows: list[Any]) -> Tensor | None:
+        """Return plain numbers as a tensor `[N]` of the dtype of the spec, or if that is open of torch's default; None
+        if a row is not a plain number. InvalidRequestError, naming field and row, for a number that does not fit."""
+        if numbers_dtype(rows) is None or self.spec.inner not in (None, ()):
+            return None
+        if self.spec.dtype is None:
+            return torch.tensor(rows)
+        dtype = TORCH_DTYPES[self.spec.dtype]
+        for row, number in enumerate(rows):
+            if not number_fits(number, dtype):
+                raise InvalidRequestError(f"field {self.name!r}: {number!r} (row {row}) does not fit {self.spec.dtype}")
+        return tensor_of_numbers(rows, dtype)
+
     def _encode_objects(self, rows: list[Any]) -> tuple[FieldSpec, Int64s, Values]:
         """Encode Python values with the object codec. The length of an object is its size in bytes."""
         if self.spec.kind not in (None, FieldKind.OBJECT):
@@ -383,7 +439,7 @@ class _FieldEncoder:
         buffer, row_sizes = encode_rows(rows, field=self.name, pickles=self.pickles)
         sizes = np.array(row_sizes, dtype=np.int64)
         values = FlatValues(np.frombuffer(buffer, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
-        return FieldSpec(FieldKind.OBJECT), sizes, values
+        return FieldSpec(FieldKind.OBJECT, numbers_dtype(rows)), sizes, values
 
     def _encode_dense(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a tensor `[N, *inner]`. Each row has the length 1."""
@@ -398,15 +454,21 @@ class _FieldEncoder:
             raise self._schema_error(f"dense {DTYPE_NAMES[tensor.dtype]} of shape {shape} (two axes are needed)")
         width = tensor.shape[1]
         lengths = np.full(len(tensor), width, dtype=np.int64)
-        if self.token_lengths is not None:
+        not_per_token = self.open and self.name not in TOKEN_ALIGNED_FIELDS and self._is_narrow(tensor)
+        if self.token_lengths is not None and not not_per_token:
             lengths = self.token_lengths.numpy()
-            longest = int(lengths.max()) if len(lengths) else 0
-            if longest > width:
+            if self._is_narrow(tensor):
+                longest = int(lengths.max())
                 raise InvalidRequestError(
                     f"field {self.name!r}: rows have width {width}, but the longest sample has {longest} tokens"
                 )
         spec = self._field_spec(FieldKind.JAGGED, tensor, tuple(tensor.shape[2:]))
         return spec, lengths, row_values(tensor, lengths)
+
+    def _is_narrow(self, tensor: Tensor) -> bool:
+        """Whether a tensor `[N, L, ...]` has rows that are shorter than their sample has tokens."""
+        lengths = self.token_lengths
+        return lengths is not None and len(lengths) > 0 and int(lengths.max()) > tensor.shape[1]
 
     def _encode_nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a jagged tensor. InvalidRequestError for rows outside its values: a copy would read foreign memory."""
@@ -435,7 +497,7 @@ class _FieldEncoder:
         if len(dtypes) > 1:
             names = sorted(DTYPE_NAMES[dtype] for dtype in dtypes)
             raise InvalidRequestError(f"field {self.name!r}: convert its rows to one dtype, got {first_few(names)}")
-        kind = self.spec.kind or _list_kind(tensors)  # dense, jagged or ragged
+        kind = self.spec.kind or _list_kind(tensors, self.default)  # dense, jagged or ragged
         first = tensors[0]
         if kind is FieldKind.RAGGED:
             ragged = RaggedValues(tensors)
@@ -445,9 +507,9 @@ class _FieldEncoder:
         inner = first.shape[length_dims:]
         for row, tensor in enumerate(tensors):
             if tensor.dim() < length_dims or tensor.shape[length_dims:] != inner:
-                raise self._schema_error(
-                    f"rows of shapes {list(first.shape)} (row 0) and {list(tensor.shape)} (row {row})"
-                )
+                what = f"rows of shapes {list(first.shape)} (row 0) and {list(tensor.shape)} (row {row})"
+                scalars = tensor.dim() < length_dims
+                raise self._schema_error(f"a row without dimensions (row {row})" if scalars else what)
         spec = self._field_spec(kind, first, tuple(inner))
         if kind is FieldKind.DENSE:
             return spec, np.ones(len(tensors), dtype=np.int64), ListValues([row.unsqueeze(0) for row in tensors])
@@ -476,7 +538,16 @@ class _FieldEncoder:
         return InvalidRequestError(f"field {self.name!r}: {what} without dimensions has no rows; expected [N, ...]")
 
     def _schema_error(self, got: str) -> SchemaError:
-        return SchemaError(partition=self.partition, field=self.name, got=got, expected=str(self.spec))
+        """Return the error for values that do not fit the schema."""
+        hint = ""
+        if self.spec.kind in (FieldKind.DENSE, FieldKind.JAGGED) and not self.open:
+            hint = (
+                'Convert the values; or, if the rows of the field have any shapes, declare FieldSpec("ragged") for it '
+                "in register_partition."
+            )
+        elif self.spec.kind is FieldKind.OBJECT and self.spec.dtype is not None:
+            hint = f"The rows of the field are plain numbers: put a tensor [N] of a dtype that holds {self.spec.dtype}."
+        return SchemaError(partition=self.partition, field=self.name, got=got, expected=str(self.spec), hint=hint)
 
     def _unsupported_error(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
         return UnsupportedValueError(field=self.name, row=row, got=got, hint=hint)
@@ -491,10 +562,10 @@ def _row_count(value: Tensor | list[Any]) -> int:
     return len(value) if isinstance(value, list) else int(value.shape[0])
 
 
-def _list_kind(tensors: list[Tensor]) -> FieldKind:
-    """Return the kind of a list of rows, by their shapes; see `encode_fields`."""
+def _list_kind(tensors: list[Tensor], default: FieldKind | None) -> FieldKind:
+    """Return the kind of a list of rows, by their shapes and the default; see `encode_fields`."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return FieldKind.DENSE
     inner = tensors[0].shape[1:]
     same_inner = all(tensor.dim() > 0 and tensor.shape[1:] == inner for tensor in tensors)
-    return FieldKind.JAGGED if same_inner else FieldKind.RAGGED
+    return FieldKind.JAGGED if same_inner and default is not FieldKind.RAGGED else FieldKind.RAGGED

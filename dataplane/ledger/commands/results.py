@@ -31,7 +31,8 @@ class UnitList(Result, frozen=True, kw_only=True):
 
 class Described(Result, frozen=True, kw_only=True):
     """`fields` maps every declared or live field to the part of its spec that is fixed now. `undeclared` lists
-    the fields that exist in live rows only."""
+    the fields that exist in live rows only, `open` those whose kind nobody declared, so that puts may widen it, and
+    `widened` those whose kind is another one than that of their first put."""
 
     partition: str
     fields: dict[str, FieldSpec]
@@ -42,6 +43,8 @@ class Described(Result, frozen=True, kw_only=True):
     sealed: bool
     live: int
     undeclared: tuple[str, ...] = ()
+    open: tuple[str, ...] = ()
+    widened: tuple[str, ...] = ()
 
 
 class Allocated(Result, frozen=True, kw_only=True):
@@ -79,11 +82,14 @@ class Committed(Result, frozen=True, kw_only=True):
 
 
 class Located(Result, frozen=True, kw_only=True):
-    """Locations of the cells of each field, and row and generation of each sample."""
+    """Locations of the cells of each field, and row and generation of each sample. After the fields, `fields` has the
+    hidden columns that have cells of the samples (`schema.columns_of`); a sample without a cell in a column has length
+    -1 there. `widened` are the fields whose kind is another one than that of their first put."""
 
     fields: tuple[FieldLocations, ...]
     rows: Int64s
     generations: Int64s
+    widened: tuple[str, ...] = ()
 
 
 class Claimed(Result, frozen=True, kw_only=True):

@@ -230,20 +230,22 @@ class Commits:
         names = [column.name for column in command.columns]
         if names != reservation.names:
             raise InvalidRequestError(f"columns {names[:5]} differ from the reserved columns {reservation.names[:5]}")
+        widened = 0
         for column, sizes in zip(command.columns, reservation.sizes, strict=True):
-            self._check_spec(partition, column)
+            widened += self._check_spec(partition, column)
             _check_shape(column, len(command.samples))
             # The sizes of a `PreallocatedPut` are those of the commit itself.
             if not isinstance(reservation, PreallocatedPut) and _sizes_differ(column, sizes):
                 raise InvalidRequestError(f"column {column.name!r}: lengths differ from the reserved sizes")
-        new_fields = sum(name not in partition.fields for name in names)
+        new_fields = sum(name not in partition.fields for name in names) + widened
         if new_fields:
             what, count = f"fields of partition {partition.name!r}", len(partition.fields) + new_fields
             check_limit(what, count, self.state.limits.columns, "Use several partitions.")
 
-    def _check_spec(self, partition: Partition, column: CommitColumn) -> None:
-        """Check that the schema admits the column. Raises SchemaError, InvalidRequestError for an open spec, or
-        StaleSchemaError if the client encoded the column by a schema that the partition no longer has."""
+    def _check_spec(self, partition: Partition, column: CommitColumn) -> bool:
+        """Check that the schema admits the column. Return whether the column widens its field. Raises SchemaError,
+        InvalidRequestError for an open spec, or StaleSchemaError if the client encoded the column by a schema that the
+        partition no longer has."""
         field = partition.fields.get(column.name)
         if not column.spec.settled:
             raise InvalidRequestError(
@@ -259,12 +261,14 @@ class Commits:
                 expected=f"one of {', '.join(declared[:8]) or 'no fields at all'}",
                 hint="The partition is strict: declare the field in register_partition, or register with strict=False.",
             )
-        if field is not None and not field.spec.accepts(column.spec):
+        widens = field is not None and not field.spec.accepts(column.spec)
+        if field is not None and widens and not partition.can_widen(column.name, column.spec):
             raise SchemaError(
                 partition=partition.name, field=column.name, got=str(column.spec), expected=str(field.spec)
             )
         if column.by_schema and not partition.determines_kind(column.name):
             raise StaleSchemaError(partition=partition.name, field=column.name)
+        return widens
 
     def _check_unchanged(
         self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s
@@ -324,14 +328,14 @@ class Commits:
             field = partition.fields.get(column.name)
             if field is None:
                 field = partition.fields[column.name] = Field(declared=None, capacity=partition.rows.capacity)
+            elif not field.spec.accepts(column.spec):  # checked before: it can widen
+                field = partition.widen(column.name)
             cells = cells_at(column, sizes, pieces)
             unused += self.make_column_live(partition, field, column, pieces, rows_copy)
             replaced = field.write(rows, *cells)
             old_extents, _ = replaced  # 0: no cell
-            field.settle(column.spec)
-            erased = partition.erase_other_column(column.name, rows)
-            if erased is not None:
-                dead.append(erased)
+            field.settle_for_put(column.spec)
+            dead += partition.erase_other_columns(column.name, rows)
             if not every(old_extents):
                 written.add(field_of(column.name))
             if some(old_extents):

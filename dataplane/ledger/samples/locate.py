@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 
-from dataplane.core.schema import variants_of
+from dataplane.core.schema import columns_of, earlier_columns
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotProducedError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import budget_limit
 from dataplane.ledger.samples.inspection import task_stats
-from dataplane.ledger.state.arrays import every, first_true
+from dataplane.ledger.state.arrays import first_true, some
 from dataplane.ledger.state.checksum_policy import checksums_of, checksums_to_compare
 from dataplane.ledger.state.extents import LIVE, RESERVED, RETIRED
 from dataplane.ledger.state.fields import Field, cells_of
@@ -21,6 +21,9 @@ from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import Session
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
+
+Cells = tuple[c.Int32s, c.Int64s, c.Int64s]
+"""A result of `cells_of`: extents, offsets and lengths."""
 
 
 class Reads:
@@ -43,27 +46,37 @@ class Reads:
         rows = partition.resolve(command.samples)
         for name in command.fields:
             partition.field(name)
-        located = [self._locations(session, partition, command, name, rows) for name in command.fields]
+        located: list[c.FieldLocations] = []
+        hidden: list[c.FieldLocations] = []
+        to_pin: list[c.Int32s] = []
+        for name in command.fields:
+            for column, field, cells in self._present_cells(partition, name, rows):
+                locations = self._locations(session, command, column, field, rows, cells)
+                (located if column == name else hidden).append(locations)
+                to_pin.append(cells[0])
         if len(rows) and located and not command.unpinned:
-            to_pin = np.concatenate([extents for _, extents in located])
-            pinned = np.unique(to_pin) if len(to_pin) > 1 else to_pin
+            pinned = np.concatenate(to_pin)
+            if hidden:  # extent 0: the row has no cell in this column
+                pinned = pinned[pinned > 0]
+            pinned = np.unique(pinned) if len(pinned) > 1 else pinned
             self.state.extents.pin(pinned)
             session.pins[number] = pinned
         return c.Located(
-            fields=tuple(locations for locations, _ in located),
+            fields=(*located, *hidden),
             rows=rows.copy(),
             generations=partition.generations_of(rows),
+            widened=tuple(name for name in command.fields if partition.fields[name].widened),
         )
 
     def _locate_existing(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
-        """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`variants_of`)
+        """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`columns_of`)
         that some of the rows have. An id without a sample has row -1; a stale handle is an error. With `unpinned`,
         nothing is pinned."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
         located: list[c.FieldLocations] = []
         to_pin: list[c.Int32s] = []
-        hidden = [column for column in map(variants_of, command.fields) if column in partition.fields]
+        hidden = [column for name in command.fields for column in columns_of(name)[1:] if column in partition.fields]
         for name in (*command.fields, *hidden):
             field = partition.fields.get(name)
             extents, offsets, lengths = cells_of(field, rows)
@@ -89,32 +102,43 @@ class Reads:
         )
         return c.Located(fields=tuple(located), rows=rows, generations=generations)
 
-    def _locations(
-        self, session: Session, partition: Partition, command: c.Locate, name: str, rows: c.Int64s
-    ) -> tuple[c.FieldLocations, c.Int32s]:
-        """Return the locations of a field's cells, and their extents. Raises FieldNotProducedError if any is
-        missing."""
-        field = partition.fields[name]
-        extents = field.extents[rows]
-        if not every(extents):
-            missing = extents == 0
+    def _present_cells(self, partition: Partition, name: str, rows: c.Int64s) -> list[tuple[str, Field, Cells]]:
+        """Return (column, its state, cells of the rows) of the field's own column and of those columns of its earlier
+        kinds that some of the rows have. Raises FieldNotProducedError if a row has a cell in none of them."""
+        own = partition.fields[name]
+        present = [(name, own, cells_of(own, rows))]
+        missing = present[0][2][0] == 0
+        if not some(missing):
+            return present
+        for column in earlier_columns(name):
+            field = partition.fields.get(column)
+            if field is not None and field.live and some(field.extents[rows]):
+                present.append((column, field, cells_of(field, rows)))
+                missing &= field.extents[rows] == 0
+        if some(missing):
             positions = first_true(missing)
             names = partition.rows.names_of(rows[positions])
             raise FieldNotProducedError(
                 field=name, partition=partition.name, samples=names, total=int(missing.sum()), positions=positions
             )
+        return present
+
+    def _locations(
+        self, session: Session, command: c.Locate, name: str, field: Field, rows: c.Int64s, cells: Cells
+    ) -> c.FieldLocations:
+        """Return the locations of the rows' cells in one column; a row without a cell has length -1."""
+        extents, offsets, lengths = cells
         units = self.state.extents.units[extents]
         checksums = checksums_of(field, rows)
-        locations = c.FieldLocations(
+        return c.FieldLocations(
             name=name,
             spec=field.spec,
             units=units,
-            offsets=field.offsets[rows],
-            lengths=field.lengths_of(rows),
+            offsets=offsets,
+            lengths=lengths,
             checksums=None if checksums is None else checksums_to_compare(self.state, session, checksums, units),
             serials=self.state.extents.serials_of(extents) if command.serials else None,
         )
-        return locations, extents
 
     def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
         """List the named samples, or the partition's oldest ones up to the limit (None: all), with their tags and the
@@ -154,6 +178,8 @@ class Reads:
             sealed=partition.sealed,
             live=partition.rows.live,
             undeclared=tuple(name for name, field in known.items() if field.declared is None),
+            open=tuple(name for name, field in known.items() if field.open),
+            widened=tuple(name for name, field in known.items() if field.widened),
         )
 
     def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:

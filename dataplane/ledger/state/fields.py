@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.core.types import FieldSpec
+from dataplane.core.plain_numbers import joined_dtype
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.ledger.commands import Int32s, Int64s, UInt32s
 from dataplane.ledger.state.arrays import every, grown, top
 
@@ -18,11 +19,13 @@ class Field:
     and name of the last writing session, and the time.
 
     `declared`: spec in the schema (None: a later schema dropped the field, but live rows have it). `spec`: current
-    spec. The first put settles it; it returns to `declared` when the last live cell is removed. Lengths are stored in
-    32 bits until one needs more. `checksums` is None until a cell is written with a checksum; 0 means "no checksum".
+    spec. The first put settles it; it returns to `declared` when the last live cell is removed. `widened`: the kind is
+    another one than that of the first put (see `Partition.widen`). Lengths are stored in 32 bits until one needs more.
+    `checksums` is None until a cell is written with a checksum; 0 means "no checksum".
     """
 
     checksums: UInt32s | None = None
+    widened = False
 
     def __init__(self, declared: FieldSpec | None, capacity: int) -> None:
         self.declared = declared
@@ -38,6 +41,21 @@ class Field:
         """Set the current spec."""
         self.spec = spec
         self.unit_bytes = spec.unit_bytes if spec.settled else 0
+
+    def settle_for_put(self, spec: FieldSpec) -> None:
+        """Set the current spec after a put of values of `spec`. Objects remain plain numbers while every put is."""
+        if self.spec.kind is FieldKind.OBJECT:
+            spec = FieldSpec(FieldKind.OBJECT, joined_dtype(self.spec.dtype, spec.dtype))
+        self.settle(spec)
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody declared the kind, so that it may widen."""
+        return self.declared is None or self.declared.kind is None
+
+    def widens_to(self, spec: FieldSpec) -> bool:
+        """Whether a put of values of `spec`, which the current spec does not accept, widens the field."""
+        return self.open and self.spec.widens_to(spec) and (self.declared or FieldSpec()).accepts(spec)
 
     def grow(self, capacity: int) -> None:
         """Enlarge the columns to `capacity` rows."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataplane.core.schema import field_of, variants_of
+from dataplane.core.schema import columns_of, earlier_columns, field_of
+from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
 from dataplane.ledger.commands import FieldNames, Int32s, Int64s, Register, Samples, WhenFull
 from dataplane.ledger.state.arrays import Bools, first_true, some
@@ -144,9 +145,10 @@ class Partition:
         field = self.fields.get(name)
         return field is not None and field.spec.kind is not None
 
-    # --- fields of two columns
-    # Variants of a field's values may be stored in a second, hidden column, `variants_of(name)`. A sample has a cell in
-    # at most one of the two columns.
+    # --- fields of several columns
+    # Some rows of a field may be in hidden columns (`schema.columns_of`): variants of its values, and rows that were
+    # put before its kind widened. A sample has a cell in at most one column of a field. While a field has live rows of
+    # an earlier kind, the column of its name has live rows, too.
 
     def names(self) -> list[str]:
         """Return the names of the fields, without hidden columns."""
@@ -154,26 +156,61 @@ class Partition:
 
     def columns_of(self, name: str) -> list[Field]:
         """Return the columns of the field that have live cells."""
-        both = self.fields.get(name), self.fields.get(variants_of(name))
-        return [field for field in both if field is not None and field.live]
+        found = map(self.fields.get, columns_of(name))
+        return [field for field in found if field is not None and field.live]
 
     def has(self, name: str, rows: Int64s) -> Bools:
-        """Return which of the rows have the field, in either of its columns."""
+        """Return which of the rows have the field, in any of its columns."""
         has_field = np.zeros(len(rows), np.bool_)
         for field in self.columns_of(name):
             has_field |= field.extents[rows] > 0
         return has_field
 
-    def erase_other_column(self, column: str, rows: Int64s) -> tuple[Int32s, Int64s] | None:
-        """Erase the cells of the rows in the field's other column, because `column` was written for them. Return the
-        (extent, bytes) of the erased cells, or None if there were none."""
+    def erase_other_columns(self, column: str, rows: Int64s) -> list[tuple[Int32s, Int64s]]:
+        """Erase the cells of the rows in the field's other columns, because `column` was written for them. Return the
+        (extents, bytes) of the erased cells."""
         name = field_of(column)
-        other_column = variants_of(name) if name == column else name
-        field = self.fields.get(other_column)
-        if field is None or not field.live:
-            return None
-        dead = field.erase(rows)
-        return dead if dead[0].any() else None
+        dead = []
+        for other in columns_of(name):
+            field = None if other == column else self.fields.get(other)
+            if field is not None and field.live:
+                dead.append(field.erase(rows))
+        if dead:
+            self._restore_kind(name)
+        return [cells for cells in dead if cells[0].any()]
+
+    def widen(self, name: str) -> Field:
+        """Begin a new column for the field, whose next rows do not fit its kind, and return it. The present rows stay
+        in a hidden column as they are."""
+        narrow = self.fields[name]
+        wide = Field(narrow.declared, self.rows.capacity)
+        wide.widened = True
+        wide.writer = narrow.writer
+        narrow.declared = None
+        self.fields[_earlier_column(name, narrow)] = narrow
+        self.fields[name] = wide
+        return wide
+
+    def can_widen(self, name: str, spec: FieldSpec) -> bool:
+        """Whether a put of values of `spec`, which the field does not accept, widens it."""
+        field = self.fields[name]
+        if not field.widens_to(spec):
+            return False
+        hidden = self.fields.get(_earlier_column(name, field))
+        return hidden is None or not hidden.live
+
+    def _restore_kind(self, name: str) -> None:
+        """If the field's last rows of its present kind are gone, return it to the kind of the remaining ones."""
+        wide = self.fields.get(name)
+        if wide is None or wide.live:
+            return
+        for column in earlier_columns(name):
+            narrow = self.fields.get(column)
+            if narrow is not None and narrow.live:
+                del self.fields[column]
+                narrow.declared = wide.declared
+                self.fields[name] = narrow
+                return
 
     # --- names
 
@@ -277,6 +314,8 @@ class Partition:
         self.tags.drop(rows)
         self.notify_watches(rows)
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
+        for name in self.names():
+            self._restore_kind(name)
         # A field that the schema does not have ends with its last cell.
         self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
         self.rows.remove(rows)
@@ -372,6 +411,11 @@ class Partition:
         """Return the `common_fields` of each part. parts: the numbers of rows of consecutive parts."""
         ranges = pairwise(accumulate(parts, initial=0))
         return tuple(FieldNames(names=self.common_fields(rows[first:last])) for first, last in ranges)
+
+
+def _earlier_column(name: str, field: Field) -> str:
+    """Return the name of the column for the field's present rows after its kind has widened."""
+    return f"{name}\x1f{field.spec.kind}"
 
 
 def unrepeated(rows: Int64s) -> Int64s:

@@ -729,7 +729,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
 
 class Described(_message.Message):
-    __slots__ = ("partition", "fields", "strict", "tasks", "num_samples", "group_size", "sealed", "live", "undeclared")
+    __slots__ = ("partition", "fields", "strict", "tasks", "num_samples", "group_size", "sealed", "live", "undeclared", "open", "widened")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     STRICT_FIELD_NUMBER: _ClassVar[int]
@@ -739,6 +739,8 @@ class Described(_message.Message):
     SEALED_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     UNDECLARED_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    WIDENED_FIELD_NUMBER: _ClassVar[int]
     partition: str
     fields: _containers.RepeatedCompositeFieldContainer[NamedSpec]
     strict: bool
@@ -748,7 +750,9 @@ class Described(_message.Message):
     sealed: bool
     live: int
     undeclared: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ...) -> None: ...
+    open: _containers.RepeatedScalarFieldContainer[str]
+    widened: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, partition: _Optional[str] = ..., fields: _Optional[_Iterable[_Union[NamedSpec, _Mapping]]] = ..., strict: bool = ..., tasks: _Optional[_Iterable[str]] = ..., num_samples: _Optional[int] = ..., group_size: _Optional[int] = ..., sealed: bool = ..., live: _Optional[int] = ..., undeclared: _Optional[_Iterable[str]] = ..., open: _Optional[_Iterable[str]] = ..., widened: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
     __slots__ = ("header", "partition", "columns", "update", "unit_wish", "on_full", "timeout_s", "moving", "samples")
@@ -875,14 +879,16 @@ class LocateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ..., missing_ok: bool = ..., serials: bool = ..., unpinned: bool = ...) -> None: ...
 
 class Located(_message.Message):
-    __slots__ = ("fields", "rows", "generations")
+    __slots__ = ("fields", "rows", "generations", "widened")
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    WIDENED_FIELD_NUMBER: _ClassVar[int]
     fields: _containers.RepeatedCompositeFieldContainer[FieldLocations]
     rows: bytes
     generations: bytes
-    def __init__(self, fields: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    widened: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fields: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., widened: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("header", "located")
