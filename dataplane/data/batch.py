@@ -25,6 +25,7 @@ from dataplane.data.jagged import (
 )
 from dataplane.data.object_codec import object_array
 from dataplane.data.packing import plan_shards
+from dataplane.data.tensor_memory import compacted, once_each
 from dataplane.errors import InvalidRequestError
 
 DictT = TypeVar("DictT")
@@ -84,6 +85,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def get_dict(self) -> dict[str, Any]:
         """Return the columns as a plain dict, without copying the columns."""
         return dict(self.data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle. Views of less than half of their storage become copies: a
+        pickled view carries its whole storage, for a slice the memory of all rows."""
+        compact = once_each(compacted)
+        columns = {name: _map_tensors(column, compact) for name, column in self.data.items()}
+        return {**vars(self), "data": columns}
 
     # --- rows ---
 
@@ -274,9 +282,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def to(self, device: torch.device | str) -> BatchedDataDict[DictT]:
         """Move every tensor, including tensors in list columns, to `device`, in place. Return the batch itself. Jagged
         columns that share offsets still share them afterwards."""
-        moved_offsets: dict[int, Tensor] = {}
-        for name, column in self.data.items():
-            self.data[name] = _move_column(column, device, moved_offsets)
+        move = once_each(lambda tensor: tensor.to(device))
+        self.data = {name: _map_tensors(column, move) for name, column in self.data.items()}
         return self
 
     def _map_columns(self, change: Callable[[Any], Any]) -> BatchedDataDict[Any]:
@@ -428,23 +435,19 @@ def _check_indices(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size:
     return checked
 
 
-def _move_column(column: Any, device: torch.device | str, moved_offsets: dict[int, Tensor]) -> Any:
-    """Return the column on `device`. moved_offsets: the offsets that were moved already, by id; new ones are added, so
-    that columns with the same offsets tensor share the moved one."""
+def _map_tensors(column: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the column with `change` applied to its tensors; a jagged one itself if all stay."""
     if is_jagged(column):
-        offsets = column.offsets()
-        if id(offsets) not in moved_offsets:
-            moved_offsets[id(offsets)] = offsets.to(device)
         lengths = column.lengths()
-        return jagged_from_values(
-            column.values().to(device),
-            moved_offsets[id(offsets)],
-            lengths=None if lengths is None else lengths.to(device),
-        )
+        parts = [column.values(), column.offsets()] + ([] if lengths is None else [lengths])
+        changed = [change(part) for part in parts]
+        if all(new is old for new, old in zip(changed, parts, strict=True)):
+            return column
+        return jagged_from_values(*changed[:2], lengths=None if lengths is None else changed[2])
     if isinstance(column, Tensor):
-        return column.to(device)
+        return change(column)
     if isinstance(column, list):
-        return [item.to(device) if isinstance(item, Tensor) else item for item in column]
+        return [change(item) if isinstance(item, Tensor) else item for item in column]
     return column
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,29 @@ _FILLED_AS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def fill(tensor: Tensor, element: np.ndarray[Any, Any]) -> None:
     """Set all elements of a contiguous tensor to the bits of `element` (0-d), which has the size of its elements."""
     tensor.view(_FILLED_AS[element.itemsize]).fill_(element.view(_SIGNED[element.itemsize]).item())
+
+
+def compacted(tensor: Tensor) -> Tensor:
+    """Return a copy of the tensor if it is a view of less than half of its storage, else itself."""
+    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+        return tensor
+    if 2 * tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def once_each(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `change` with a cache, so that columns with a common tensor, such as offsets, still
+    share its result."""
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+    """By id: the tensor, whose id is not used again while it is here, and its result."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in results:
+            results[id(tensor)] = (tensor, change(tensor))
+        return results[id(tensor)][1]
+
+    return changed
 
 
 def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
