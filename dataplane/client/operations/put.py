@@ -414,8 +414,8 @@ def _store_preallocated(
 def _write_preallocated(
     session_state: SessionState, part: PreallocatedPart, encoded: Sequence[EncodedColumn], parts: Sequence[int] = ()
 ) -> Operation[Sequence[EncodedColumn]]:
-    """Copy the columns into the preallocated part, and return them as `_write` does. parts: see
-    `PreallocatedPart.placements`."""
+    """Copy the columns into the preallocated part, and return them as the step of `_writer` does.
+    parts: see `PreallocatedPart.placements`."""
     space = part.space
     write = _writer(
         session_state,
