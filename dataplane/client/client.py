@@ -191,8 +191,9 @@ class DataPlaneClient:
 
         Dense fields are tensors `[N, *inner]`, jagged fields nested tensors, ragged fields lists, objects
         `NonTensorStack`. With `copy=False`, rows that are contiguous on this host are read-only views of shared
-        memory (do not write to them); their space is not reused while any view exists. Raise KeyError naming the
-        missing partition, sample or field, or the field that was not produced for a sample.
+        memory; their space is not reused while any view exists. A write to a view ends the process
+        with SIGSEGV, because torch has no read-only tensors: clone the view first. Raise KeyError
+        naming the missing partition, sample or field, or the field not produced for a sample.
 
         tokens, inner: read parts of the rows, and transfer nothing else. `tokens` is one (start, stop) for all samples,
         one for each, or the `ContextParallel` rank whose chunks are read, one after another; ranges end with the row.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.core import row_copy
 from dataplane.data.columns import parallel_copy
 from dataplane.ledger.commands import Abort
+from tests.children import Child
 from tests.data.columns_helpers import nested_of
 from tests.restarts import NO_HEARTBEATS
 
@@ -272,3 +275,26 @@ def test_views_are_released_when_the_last_is_gone(client: DataPlaneClient, comma
     gc.collect()
     client.check_consumption_status(meta.partition_id, [])
     assert sorted(commands) == ["CheckConsumption", "Release"]
+
+
+WRITES_TO_A_VIEW = """
+import resource, sys, torch
+from dataplane import connect
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file
+client = connect(sys.argv[1])
+client.register_partition("written", ["x"], None, [])
+client.put_samples(["a"], "written", {"x": torch.ones(1)})
+view = client.get_samples(["a"], "written", ["x"], copy=False)["x"]
+own = view.clone()
+own += 1
+print(view.item(), own.item(), flush=True)
+view += 1
+"""
+
+
+def test_a_write_to_a_view_ends_the_process_and_changes_no_row() -> None:
+    with serve({"capacity_bytes": MIB}) as server, connect(server.address) as client:
+        with Child([sys.executable, "-c", WRITES_TO_A_VIEW, server.address]) as child:
+            assert child.line() == "1.0 2.0"
+            assert child.finish()[0] == -signal.SIGSEGV
+        assert client.get_samples(["a"], "written", ["x"])["x"].tolist() == [1.0]
