@@ -163,8 +163,6 @@ class AsyncConnection:
         finalizer closes the session of a dropped client."""
         # First: the clean-up of these calls still needs the session.
         await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
-        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
-            self._post_leftovers()
         self.session_state.close()
         await self._channel.close()
         self._finalizer.detach()

@@ -1,7 +1,8 @@
 """Preallocated space for the small puts of a client: each put takes a part of it and sends only its commit.
 
 A client requests such space only when small puts follow each other quickly, and only in a unit whose arena it has
-mapped. Space that is unused for one heartbeat is returned.
+mapped. Space that is unused for one heartbeat is returned, and all unused space when the session
+closes.
 """
 
 from __future__ import annotations
@@ -154,6 +155,12 @@ class PreallocatedBuffer:
                 if not space.touched:
                     self._give_up(space)
                 space.touched = False
+
+    def give_up_all(self) -> None:
+        """Give up all spaces: the session closes, and no put takes a part."""
+        with self._lock:
+            for space in tuple(self._spaces.values()):
+                self._give_up(space)
 
     def _give_up(self, space: PreallocatedSpace) -> None:
         """Let no further put use the space, and release it unless puts still write to it. Idempotent."""

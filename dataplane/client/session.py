@@ -293,8 +293,6 @@ class Connection:
             self._channel.end()
             return False
         end_copies(self._copies, self._config)  # first: the clean-up of these calls still needs the session
-        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
-            self._post_leftovers()
         done = _close_session(self.session_state, self._channel)
         self._finalizer.detach()
         return done

@@ -264,9 +264,11 @@ class SessionState:
         self._hold = None
 
     def close(self) -> None:
-        """Close the connections, free pooled memory and stop the copy threads. Release the lock, unless existing views
-        hold it."""
+        """Close the connections, free pooled memory and stop the copy threads. Release the lock,
+        unless existing views hold it. `leftovers` then yields the commands that release all unused
+        preallocated space, which the service would otherwise keep until the last view is gone."""
         self.connections.close()
+        self.preallocated.give_up_all()
         self.memory.drop()
         self.copier.close()
         self._hold = None

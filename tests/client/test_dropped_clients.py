@@ -8,11 +8,13 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from dataplane import AsyncDataPlaneClient, DataPlaneClient, connect, connect_async, serve
+from dataplane.client.preallocated import PreallocatedBuffer
 from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
@@ -62,6 +64,26 @@ def test_a_view_outlives_its_dropped_client(client: DataPlaneClient) -> None:
     wait_until(lambda: held(client)[1] == before[1], "the dropped client ends")
     client.put_samples(["a"], "p", {"x": torch.zeros(1, 4)})
     client.put_samples(["b"], "p", {"x": torch.full((1, 4), 7.0)})
+    assert torch.equal(view, torch.ones(1, 4))
+
+
+def test_a_dropped_client_whose_view_lives_keeps_no_unused_space(
+    client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.client.preallocated.SOON_S", 1e9)
+    monkeypatch.setattr(PreallocatedBuffer, "give_up_idle", lambda self: None)
+    other = pickle.loads(pickle.dumps(client))
+
+    def reserves(writer: DataPlaneClient) -> bool:
+        writer.put_samples(["b"], "p", {"x": torch.zeros(1, 4)})
+        return client.stats().units[0].reserved_bytes > 0
+
+    # The service grants preallocated space once the unit has reported the client.
+    wait_until(partial(reserves, other), "space is preallocated")
+    view = other.get_samples(["a"], "p", ["x"], copy=False)["x"]
+    del other
+    gc.collect()
+    wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "its unused space is free")
     assert torch.equal(view, torch.ones(1, 4))
 
 

@@ -14,8 +14,8 @@ import torch
 import zmq
 
 from dataplane import DataPlaneClient, connect, serve
+from dataplane.client import preallocated, session_state, unit_connections
 from dataplane.client import session as sessions
-from dataplane.client import session_state, unit_connections
 from dataplane.client.rpc import call_socket, channel, heartbeat
 from dataplane.errors import CallTimeoutError, ClientClosedError
 from dataplane.storage import client as unit_client
@@ -77,7 +77,7 @@ def test_an_interrupted_connect_leaves_nothing(
     ("owner", "name", "before"),
     [
         (sessions, "end_copies", False),
-        (sessions.Connection, "_post_leftovers", False),
+        (preallocated.PreallocatedBuffer, "give_up_all", False),
         (session_state.SessionState, "close", True),
         (unit_connections.UnitConnections, "close", False),
         (unit_client.UnitConnection, "close", True),

@@ -197,3 +197,14 @@ def test_columns_are_placed_each_at_a_granule_of_its_own(buffer: PreallocatedBuf
 def test_the_bounds_make_sense() -> None:
     assert preallocated.SMALL_BYTES <= preallocated.MOST_BYTES
     assert preallocated.LEAST_BYTES <= preallocated.MOST_BYTES
+
+
+def test_all_space_is_given_up_once_its_parts_are_finished(buffer: PreallocatedBuffer) -> None:
+    add(buffer, number=7, nbytes=64)
+    add(buffer, number=8)
+    part = take(buffer, 64)
+    buffer.give_up_all()
+    assert list(buffer.returned) == [8]
+    assert take(buffer, 64) is None
+    buffer.finish(part, failed=False)
+    assert list(buffer.returned) == [8, 7]

@@ -175,3 +175,27 @@ def test_pins_of_dropped_views_go_without_another_call(
     onlooker.clear_samples(["s0"], partition)
     del views
     until(lambda: onlooker.stats().units[0].retired_bytes == 0, "bytes of dropped views are still pinned")
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_closed_client_whose_view_lives_keeps_no_unused_space(
+    open_client: Callable[[], DataPlaneClient],
+    onlooker: DataPlaneClient,
+    partition: str,
+    commands: Commands,
+    connection_kind: str,
+) -> None:
+    onlooker.register_partition(partition, ["x", "y"], None, [])
+    closing = open_client()
+    meta = put(closing, partition, 0)
+    if connection_kind.startswith("local"):
+        commands.wait_until_writers_are_attached()
+    put(closing, partition, 1)
+    put(closing, partition, 2)
+    view = closing.get_samples(meta, partition, ["x"], copy=False)["x"]
+    assert (onlooker.stats().units[0].reserved_bytes > 0) == connection_kind.startswith("local")
+    closing.close()
+    assert onlooker.stats().units[0].reserved_bytes == 0
+    onlooker.clear_samples(meta, partition)
+    put(onlooker, partition, 3)
+    assert torch.equal(view, torch.zeros(1, 8, dtype=torch.int64))

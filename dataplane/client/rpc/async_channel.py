@@ -167,10 +167,7 @@ class AsyncChannel(OpenChannel):
         if self._closing is None and not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
-            # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
-            if not self._calls.unreachable:
-                for command in self.leftovers():
-                    self.post(command)
+            self._post_leftovers()
 
     def _schedule_reconnect(self) -> None:
         """Schedule `_reconnect` in the loop; if the session has moved, first pass its storage units to `on_units`. The
@@ -232,6 +229,8 @@ class AsyncChannel(OpenChannel):
 
     async def _close(self) -> None:
         """Close the session; free the local resources even if that fails or is cancelled."""
+        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
+            self._post_leftovers()
         unreachable = self._calls.unreachable  # read before `end`, after which it is always True
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import zmq
@@ -200,22 +200,25 @@ class ControllerChannel(OpenChannel):
         self._use_socket()
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
-            # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
-            if not self._calls.unreachable:
-                for command in self.leftovers():
-                    self.post(command)
+            self._post_leftovers()
 
     def _repeat_posted(self, due: list[OutgoingCall]) -> None:
         if not self._calls.over:
             for outgoing in due:
                 self._send_once(outgoing)
 
-    def _exchange_apart(self, outgoing: OutgoingCall) -> zmq_frames.Reply | None:
-        """Send the call on a socket of its own and return its reply, or None if none arrives until its deadline."""
+    def _exchange_apart(
+        self,
+        outgoing: OutgoingCall,
+        before: Sequence[OutgoingCall] = (),
+    ) -> zmq_frames.Reply | None:
+        """Send the calls `before` and this call on a socket of its own. Return the reply to this
+        call, or None if none arrives until its deadline."""
         with enough_for(self.endpoint):
             dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
         try:
-            send(dealer, outgoing.frames)
+            for message in zmq_frames.messages([each.frames for each in (*before, outgoing)]):
+                send(dealer, message)
             while (left_s := outgoing.deadline - time.monotonic()) > 0 and dealer.poll(poll_ms(left_s)):
                 for reply in chain.from_iterable(arrived_replies(dealer)):
                     if reply.number == outgoing.number:
@@ -333,15 +336,18 @@ class ControllerChannel(OpenChannel):
             self._owes_bye = False
 
     def close(self) -> bool:
-        """End the session and free all resources. Return whether they are free: a pending call or the heartbeat thread
-        that does not end keeps them. Block for a few seconds at most, even if the service does not respond. Idempotent;
-        it can be repeated after an interrupt. Does nothing in a forked child.
+        """Post the leftovers, end the session and free all resources. Return whether they are free:
+        a pending call or the heartbeat thread that does not end keeps them. Block for a few seconds
+        at most, even if the service does not respond. Idempotent; it can be repeated after an
+        interrupt. Does nothing in a forked child.
 
         Call it only when no copy into or out of shared memory is in progress, in one thread at a time that is not in a
         call.
         """
         if self._pid != os.getpid():
             return True
+        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
+            self._post_leftovers()
         self.end()
         active = self._in_flight.wait(CLOSE_S)
         thread_ended = self._heartbeat.close(CLOSE_S)
@@ -355,9 +361,12 @@ class ControllerChannel(OpenChannel):
         return False
 
     def _send_bye(self) -> None:
-        """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
+        """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation;
+        log a failure. The unanswered posted calls are sent again before it, on the same socket, so
+        that the service executes them before the session ends."""
+        posted = self._calls.due(all_of_them=True)
         try:
-            if self._exchange_apart(self._calls.begin(c.Bye(), CLOSE_S)) is not None:
+            if self._exchange_apart(self._calls.begin(c.Bye(), CLOSE_S), posted) is not None:
                 return
         except ServiceUnavailableError as error:
             log.warning("Session close could not be sent: %s", error)

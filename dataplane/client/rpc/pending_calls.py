@@ -269,9 +269,10 @@ class Calls:
 
 
 class OpenChannel:
-    """Common parts of both channels. The properties are as of the last connection. `leftovers` returns commands to
-    post with every heartbeat. `unit_config` are the settings, with the token that storage units require. `on_units` is
-    called, in any thread, with the storage units after every reconnection."""
+    """Common parts of both channels. The properties are as of the last connection. `leftovers`
+    returns commands to post with every heartbeat and before the session closes. `unit_config` are
+    the settings, with the token that storage units require. `on_units` is called, in any thread,
+    with the storage units after every reconnection."""
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
@@ -322,6 +323,13 @@ class OpenChannel:
         hit(f"call.{name}.before")
         self._send_once(self._calls.begin_post(command))
         hit(f"call.{name}.after")
+
+    def _post_leftovers(self) -> None:
+        """Post the commands of `leftovers`. While the service is unreachable, they are not taken; a
+        later heartbeat posts them."""
+        if not self._calls.unreachable:
+            for command in self.leftovers():
+                self.post(command)
 
     def _abandon(self, outgoing: OutgoingCall) -> None:
         """Abandon a call and post the command that releases the resources that it may have acquired."""
