@@ -181,6 +181,16 @@ def test_views_without_copying(client: DataPlaneClient, partition: str) -> None:
     assert same_rows(td["input_ids"], rows)
 
 
+def test_the_meta_of_a_put_of_no_samples_names_its_fields(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["known"], None, [])
+    values = {"known": [], "unknown": [], "dense": torch.zeros(0, 3), "text": np.array([], object)}
+    meta = client.put_samples([], partition, values)
+    assert meta.fields == list(values)
+    assert client.put_samples([], partition, {"unknown": []}).fields == ["unknown"]
+    assert client.put_samples([], partition, {}).fields is None
+    assert client.put_samples([], partition, tags=[]).fields is None
+
+
 # --- what is missing ------------------------------------------------------------------------------------------
 
 

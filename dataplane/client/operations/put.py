@@ -78,7 +78,9 @@ def put(
     if mode == APPEND:
         stored = _in_turn(session_state, Turn((partition, each) for each in ids), stored)
     encoded, committed = yield from stored
-    return _put_meta(ids, partition, None if tags is None else tags_of(tag_values, len(ids)), encoded, committed)
+    meta_tags = None if tags is None else tags_of(tag_values, len(ids))
+    names_put = [] if fields is None else list(fields.keys())  # `encoded` omits empty lists
+    return _put_meta(ids, partition, names_put, meta_tags, encoded, committed)
 
 
 Stored = tuple[Sequence[EncodedColumn], c.Committed]
@@ -482,6 +484,7 @@ def release_space(session_state: SessionState, reservation: int, unfinished: set
 def _put_meta(
     ids: list[str],
     partition: str,
+    fields: list[str],
     tags: list[dict[str, Scalar]] | None,
     encoded: Sequence[EncodedColumn],
     committed: c.Committed,
@@ -498,7 +501,7 @@ def _put_meta(
         partition_id=partition,
         task_name=None,
         sample_ids=ids,
-        fields=[column.name for column in encoded] or None,
+        fields=fields or None,
         sequence_lengths=lengths[0].tolist() if agreed else None,
         extra_info={EVICTED_SAMPLES: list(committed.evicted)} if committed.evicted else {},
         tags=tags,
