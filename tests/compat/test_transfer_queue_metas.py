@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane.compat.transfer_queue import BatchMeta, KVBatchMeta
+from dataplane.compat.transfer_queue.defaults import warn_once
 
 
 def batch(indexes: list[int], partition: str = "p", **extra: Any) -> BatchMeta:
@@ -68,7 +69,7 @@ def test_tags_of_keys_are_copies() -> None:
         (lambda: KVBatchMeta.concat([keyed(["a"], seed=1), keyed(["b"], seed=2)]), "extra_info"),
         (lambda: KVBatchMeta.concat([keyed(["a"], seed=1), keyed(["b"], seed=True)]), "extra_info"),
         (lambda: batch([0, 1]).select_samples([2]), r"sample_indices must be in \[0, 2\)"),
-        (lambda: batch([0, 1]).reorder([0, 0]), "expected each of the 2 positions from 0 on once"),
+        (lambda: batch([0, 1]).reorder([0, 0]), "2 positions from 0 on once, without duplicates"),
         (lambda: batch([0]).update_custom_meta([]), "0 mappings for 1 samples"),
         (lambda: batch([0]).union(batch([1])), "global_indexes do not match"),
         (lambda: BatchMeta.concat([batch([0]), batch([1]).select_fields(["score"])]), "fields"),
@@ -106,6 +107,29 @@ def test_fields_are_chosen() -> None:
     assert meta.get_dtypes("score") == [torch.float32] * 2
     with pytest.raises(KeyError, match="has no field 'ids'"):
         meta.get_dtypes("ids")
+
+
+@pytest.mark.parametrize("meta", [batch([3, 1, 2]), keyed(["a", "b", "c"])], ids=["batch", "keys"])
+def test_a_number_of_parts_below_one(meta: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The errors and the result are the package's."""
+    warn_once.cache_clear()
+    with pytest.raises(ZeroDivisionError, match="chunks=0: expected an integer of 1 or more"):
+        meta.chunk(0)
+    with pytest.raises(TypeError):
+        meta.chunk(1.5)
+    assert [meta.chunk(-1), meta.chunk(-2), meta.chunk(-1)] == [[], [], []]
+    assert [text.partition(":")[0] for text in caplog.messages] == ["chunks=-1", "chunks=-2"]
+
+
+def test_keys_are_repeated_by_negative_indexes() -> None:
+    meta = keyed(["a", "b", "c"])
+    meta.reorder([2, -1, 0])
+    assert meta.keys == [tag["key"] for tag in meta.tags] == ["c", "c", "a"]
+
+
+def test_nothing_is_joined_to_nothing() -> None:
+    for kind in (BatchMeta, KVBatchMeta):
+        assert len(kind.concat(None)) == 0  # type: ignore[arg-type]
 
 
 def test_samples_are_joined() -> None:

@@ -7,8 +7,9 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
+
+from dataplane.compat.transfer_queue.defaults import warn_once
 
 
 @dataclass
@@ -68,25 +69,28 @@ class KVBatchMeta:
         return self._select([positions[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place. ValueError for duplicates and for another number of indexes than samples."""
+        """Reorder the samples in place. ValueError for duplicates and for another number of indexes
+        than samples. Negative indexes count from the end; as in the original, -1 and N - 1 do not
+        count as duplicates."""
         if len(indexes) != self.size:
             raise ValueError(f"reorder: {len(indexes)} indexes, which does not match the {self.size} samples")
         if len(set(indexes)) != len(indexes):
             raise ValueError(
                 f"reorder: Contain duplicate indexes; each must be unique, got {reprlib.repr(list(indexes))}"
             )
-        reordered = self._select(indexes)
-        self.keys, self.tags = reordered.keys, reordered.tags
+        self.keys = [self.keys[position] for position in indexes]
+        self.tags = [self.tags[position] for position in indexes]
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts can be empty."""
+        """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts
+        can be empty. ZeroDivisionError for 0; no parts for a negative number."""
         return [self._select(part) for part in parts_of(self.size, chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
         """Join the samples of all metas, in order. Empty metas are ignored. ValueError if partitions, fields or entries
         of extra_info differ."""
-        parts = [part for part in data if part]
+        parts = [part for part in data or () if part]
         if not parts:
             return cls()
         first = parts[0]
@@ -131,9 +135,12 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def parts_of(size: int, chunks: int) -> list[range]:
-    """Split the positions 0..size-1 into `chunks` ranges of nearly equal length. ValueError for `chunks` below 1."""
-    if isinstance(chunks, bool) or not isinstance(chunks, Integral) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r}: expected an integer of 1 or more")
+    """Split the positions 0..size-1 into `chunks` ranges of nearly equal length. As in the
+    original, ZeroDivisionError for 0, and no ranges for a negative number, here with a warning."""
+    if chunks == 0:
+        raise ZeroDivisionError("chunks=0: expected an integer of 1 or more")
+    if chunks < 0:
+        warn_once(f"chunks={chunks}: expected an integer of 1 or more; the result has no samples")
     length, longer_count = divmod(size, chunks)  # the first `longer_count` ranges have one position more
     ends = [number * length + min(number, longer_count) for number in range(chunks + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

@@ -210,7 +210,8 @@ class BatchMeta:
         """Reorder the samples in place. `indices` is a permutation of 0..N-1, otherwise ValueError."""
         if sorted(indices) != list(range(self.size)):
             raise ValueError(
-                f"reorder: expected each of the {self.size} positions from 0 on once, got {reprlib.repr(list(indices))}"
+                f"reorder: expected each of the {self.size} positions from 0 on once, without "
+                f"duplicates, got {reprlib.repr(list(indices))}"
             )
         reordered = self._select(list(indices))
         for name in self.__slots__:  # all attributes
@@ -253,7 +254,8 @@ class BatchMeta:
         return self._select([int(item) % self.size])
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts can be empty."""
+        """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts
+        can be empty. ZeroDivisionError for 0; no parts for a negative number."""
         return [self._select(list(part)) for part in parts_of(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
@@ -291,7 +293,7 @@ class BatchMeta:
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
         """Join the samples of all metas, in order. Empty metas are ignored. ValueError if entries of extra_info differ,
         and with `validate` also if fields or their dtypes differ; otherwise the fields are those of the first meta."""
-        parts = [part for part in data if part]
+        parts = [part for part in data or () if part]
         if not parts:
             return cls.empty()
         if validate:
