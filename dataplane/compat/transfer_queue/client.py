@@ -182,6 +182,10 @@ class AsyncTransferQueueClient:
         with "force_fetch", which ignores it. config: the caller's `sampling_config`."""
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
             raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
+        if data_fields is None:
+            raise RefusedCallError("get_meta: data_fields is None; pass a list of names")
+        if batch_size is None and mode != "force_fetch":
+            raise RefusedCallError("get_meta: batch_size is None; pass the number of samples")
         if mode == "insert":
             return (
                 yield from operations.insert_samples(session_state, batch_size, partition, coming=list(data_fields))
@@ -192,9 +196,12 @@ class AsyncTransferQueueClient:
             raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task:
             raise RefusedCallError("get_meta: task_name is empty; pass the name of the task that claims the samples")
-        if batch_size is None or batch_size < 1:
-            raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
         stored = yield from self.exchange_settings(session_state, to_store=None)
+        sampling = sampling_of(stored, self._local_sampler)
+        if batch_size == 0 and sampling.polling:
+            return BatchMeta.empty()
+        if batch_size < 1:
+            raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
         request = fetching.BatchRequest(
             partition=partition,
             task=task,
@@ -202,7 +209,7 @@ class AsyncTransferQueueClient:
             batch_size=batch_size,
             config={"task_name": task, "partition_id": partition, **(config or {})},
         )
-        return (yield from fetching.fetch(session_state, request, sampling_of(stored, self._local_sampler)))
+        return (yield from fetching.fetch(session_state, request, sampling))
 
     @property
     def strict_reads(self) -> bool:
@@ -241,9 +248,11 @@ class AsyncTransferQueueClient:
         if metadata is None:
             if partition is None:
                 raise ValueError("put: pass the partition_id of new samples, or the metadata of existing ones")
-            metadata = yield from operations.insert_samples(
-                session_state, int(data.batch_size[0]), partition, _apply_parser(data, parse)
-            )
+            rows = int(data.batch_size[0])
+            if not rows:
+                raise ValueError("put: the data has no rows; pass at least one")
+            fields = _apply_parser(data, parse)
+            metadata = yield from operations.insert_samples(session_state, rows, partition, fields)
         elif not metadata:
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
@@ -288,10 +297,12 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
         If too few samples are ready: with `polling_mode`, return an empty meta at once. Otherwise block, and raise
         `FetchTimeoutError` (a RuntimeError and a TimeoutError) after TQ_CONTROLLER_GET_METADATA_TIMEOUT or
-        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. An unknown partition has no ready samples.
+        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. An unknown
+        partition has no ready samples; a call that waits for some creates it.
 
-        mode: "fetch". "force_fetch": return all samples, ready or not, without a claim. "insert": create samples
-        without keys and data.
+        mode: "fetch". "force_fetch": return all samples, ready or not, without a claim;
+        `StorageKeyNotFoundError` for an unknown partition. "insert": create samples without keys
+        and data, and the partition if missing; none for a `batch_size` of 0.
         """
         return self._performer.do(
             self._get_meta, data_fields, batch_size, partition_id, mode, task_name, sampling_config
@@ -336,8 +347,9 @@ class TransferQueueClient(AsyncTransferQueueClient):
         return self._performer.do(self._consumption, task_name, partition_id)
 
     def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field. (None, None) for an
-        unknown partition or field, and without fields."""
+        """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field.
+        The F columns are the distinct fields in the order in which the partition got them, not in that
+        of `data_fields`. (None, None) for an unknown partition or field, and without fields."""
         return self._performer.do(operations.production_status, data_fields, partition_id)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:

@@ -209,10 +209,14 @@ def _claim_command(request: BatchRequest, **options: Any) -> c.Claim:
 
 
 def _send_claim(session_state: SessionState, request: BatchRequest, claim: c.Claim) -> Operation[c.Claimed]:
-    """Send a claim and return its result. A missing partition or task is created."""
+    """Send a claim and return its result. A missing task is created. A missing partition has no
+    ready samples; only a claim that waits creates it, because the service waits per partition."""
     try:
         return (yield Send(claim)).result  # type: ignore[no-any-return]
-    except (PartitionNotFoundError, TaskNotFoundError):
+    except (PartitionNotFoundError, TaskNotFoundError) as error:
+        if isinstance(error, PartitionNotFoundError) and not claim.blocking:
+            none = np.zeros(0, np.int64)
+            return c.Claimed(ids=(), rows=none, generations=none, fields=(), tags=())
         yield extend_partition(session_state, request.partition, tasks=(request.task,))
         return (yield Send(claim)).result  # type: ignore[no-any-return]
 

@@ -77,8 +77,8 @@ async def async_kv_batch_put(
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
-    """Return the fields (None: those that all keys have) of these keys, in this order: tensor rows nested, scalars
-    `[N]`, objects in a NonTensorStack.
+    """Return the fields (None: those that all keys have), sorted by name, of these keys, in this
+    order: tensor rows nested, scalars `[N]`, objects in a NonTensorStack.
 
     Missing keys are omitted, as are fields that not all of the other keys have. Each omitted name is logged once, as a
     warning. `StorageKeyNotFoundError` (a KeyError and a ValueError) if no key exists or the keys have no field in

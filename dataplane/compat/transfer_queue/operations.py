@@ -22,6 +22,7 @@ from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.tags import tag_columns, tags_of
+from dataplane.core.types import FieldSpec
 from dataplane.data.meta import KVBatchMeta as NativeMeta
 from dataplane.errors import (
     PartitionNotFoundError,
@@ -255,9 +256,10 @@ def put(
     declared = columns.declared_fields(encoded or {})
     # Kinds that cannot be inferred from the values must be declared before the put.
     schema = session_state.schemas.get(partition) or Schema()  # if none is cached, all of them are declared
-    undeclared = {name: spec for name, spec in declared.items() if name not in schema}
-    if undeclared:
-        yield extend_partition(session_state, partition, fields=undeclared)
+    if any(name not in schema for name in declared):
+        # All fields of the put, so that the partition gets them in this order.
+        declared = {name: declared.get(name, FieldSpec()) for name in encoded or {}}
+        yield extend_partition(session_state, partition, fields=declared)
 
     def declare() -> Send:
         """Return the step that declares the fields again, if the partition was cleared meanwhile."""
@@ -285,16 +287,14 @@ def insert_samples(
     fields: Mapping[str, Any] | None = None,
     coming: Sequence[str] = (),
 ) -> Operation[BatchMeta]:
-    """Create `count` samples without keys, with these fields if any, and return their meta. coming: fields that will be
-    put later; the meta lists them. ValueError for a count below 1."""
-    if count < 1:
-        raise ValueError(f"cannot insert {count} new samples: expected at least 1")
+    """Create `count` samples (none for a negative count) without keys, with these fields if any,
+    and return their meta. A missing partition is created, also for no samples. coming: fields that
+    will be put later; the meta lists them."""
     batch = uuid4().hex
     names = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
     committed = yield from put(session_state, names, partition, fields, mode="create")
-    meta = BatchMeta(
-        committed.generations.tolist(), [partition] * count, {name: columns.unknown_schema() for name in coming}
-    )
+    schema = {name: columns.unknown_schema() for name in coming}
+    meta = BatchMeta(committed.generations.tolist(), [partition] * len(names), schema)
     return meta._with_handles(names, committed.rows.tolist())
 
 
@@ -389,11 +389,15 @@ def production_status(
     session_state: SessionState, fields: Sequence[str], partition: str
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
     """Return the global indexes `[N]` of the samples, and `[N, F]` with 1 for each field that was put, otherwise 0.
+    As in the original, each field has one column, in the order in which the partition got the
+    fields, whatever the order and the repetitions of `fields`.
     (None, None) for an unknown partition or field, and without fields."""
     try:
-        described = (yield Send(c.Describe(partition=partition))).result
-        if not fields or any(name not in described.fields for name in fields):
+        known = (yield Send(c.Describe(partition=partition))).result.fields
+        if not fields or any(name not in known for name in fields):
             return None, None
+        requested = set(fields)
+        fields = [name for name in known if name in requested]
         samples = yield from list_samples(session_state, partition)
         locations = yield from _locate_fields(session_state, partition, samples, fields)
     except PartitionNotFoundError:

@@ -48,7 +48,7 @@ def _read_all(
         fields = listed.result.fields
         if not fields:
             raise _no_fields(partition, keys)
-    return (yield from _read_exactly(session_state, keys, partition, list(fields)))
+    return (yield from _read_exactly(session_state, keys, partition, sorted(set(fields))))
 
 
 def _read_exactly(
@@ -74,7 +74,7 @@ def _read_existing(
     try:
         if fields is None:
             fields = (yield from list_samples_of_keys(session_state, keys, partition)).fields
-        requested = list(dict.fromkeys(fields))  # each once
+        requested = sorted(set(fields))  # as in the original, whatever the caller's order
         if requested:
             positions, read = yield from get.get_present(session_state, keys, partition, requested)
             existing, data = [keys[position] for position in positions], columns.from_columns(read)
@@ -84,9 +84,8 @@ def _read_existing(
     except PartitionNotFoundError:
         existing, data = [], _no_data()  # the error follows
     if not existing:
-        raise StorageKeyNotFoundError(
-            f"none of the keys {first_few(keys)} was found in partition {partition!r}, or the partition does not exist"
-        )
+        found = f"partition {partition!r} has none of the keys {first_few(keys)}"
+        raise StorageKeyNotFoundError(f"keys or partition were not found: {found}")
     if len(existing) < len(keys):
         _log_omitted(session_state, "keys", partition, set(keys).difference(existing))
     if len(data.keys()) < len(requested):
@@ -105,7 +104,8 @@ def _no_data() -> TensorDict:
 
 def _no_fields(partition: str, keys: Sequence[str]) -> StorageKeyNotFoundError:
     return StorageKeyNotFoundError(
-        f"some fields are not ready: the keys {first_few(keys)} of partition {partition!r} have no field in common"
+        f"Some fields are not ready in all the requested keys: {first_few(keys)} of partition "
+        f"{partition!r} have no field in common"
     )
 
 

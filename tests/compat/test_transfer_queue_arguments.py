@@ -1,0 +1,107 @@
+"""Unusual arguments of calls of the low-level client and of reads by key: the results are those of
+the package, as `scripts/arguments.py` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import dataplane.compat.transfer_queue as tq
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueueClient]:
+    """Of a service of its own, which answers at once."""
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    tq.init({"controller": {"polling_mode": True}, "dataplane": {"capacity_bytes": 32 << 20}})
+    yield tq.get_client()
+    tq.close()
+
+
+def test_get_meta_does_not_make_a_partition(client: tq.TransferQueueClient) -> None:
+    for count in (0, 2):
+        assert client.get_meta(["v"], count, "p", task_name="t").size == 0
+    with pytest.raises(RuntimeError, match="partition 'p'"):
+        client.get_meta(["v"], 2, "p", mode="force_fetch")
+    assert client.get_consumption_status("t", "p") == (None, None)
+    assert tq.kv_list() == {}
+    assert client.get_partition_list() == []
+
+
+@pytest.mark.parametrize("sampler", [tq.GRPOGroupNSampler(2), tq.SeqlenBalancedSampler(1, 2)])
+def test_no_sampler_makes_a_partition(monkeypatch: pytest.MonkeyPatch, sampler: Any) -> None:
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    settings = {"sampler": sampler, "polling_mode": True}
+    tq.init({"controller": settings, "dataplane": {"capacity_bytes": 32 << 20}})
+    try:
+        client = tq.get_client()
+        rank = {"dp_rank": 0}
+        assert client.get_meta(["v"], 2, "p", task_name="t", sampling_config=rank).size == 0
+        assert client.get_partition_list() == []
+    finally:
+        tq.close()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_an_insert_of_nothing_makes_a_partition(client: tq.TransferQueueClient, count: int) -> None:
+    made = client.get_meta(["v"], count, "p", mode="insert")
+    assert (made.size, made.field_names, made.is_ready) == (0, ["v"], False)
+    assert client.get_partition_list() == ["p"]
+    with pytest.raises(ValueError, match="no rows"):
+        client.put(TensorDict({}, batch_size=0), partition_id="p")
+
+
+@pytest.mark.parametrize("mode", ["insert", "fetch"])
+def test_get_meta_without_fields_or_samples(client: tq.TransferQueueClient, mode: str) -> None:
+    with pytest.raises(RuntimeError, match="data_fields is None"):
+        client.get_meta(None, 2, "p", mode=mode, task_name="t")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="batch_size is None"):
+        client.get_meta(["v"], None, "p", mode=mode, task_name="t")  # type: ignore[arg-type]
+
+
+def test_a_production_status_has_the_order_of_the_partition(client: tq.TransferQueueClient) -> None:
+    whole: dict[str, Any] = {"z": torch.tensor(1), "t": "text", "a": torch.zeros(2, 2)}
+    whole |= {"o": np.zeros(2), "m": torch.zeros(3)}
+    tq.kv_put("all", "p", whole)
+    for name, value in whole.items():
+        tq.kv_put(name, "p", {name: value})
+    last = {"b": NonTensorStack(1), "a": torch.ones(1, 1, 2)}
+    tq.kv_batch_put(["b"], "p", TensorDict(last, batch_size=1))
+
+    def columns(*names: str) -> list[list[int]]:
+        """Per column: of "all" and of the keys that have one field."""
+        _, status = client.get_production_status(list(names), "p")
+        assert status is not None
+        return status.T.tolist()
+
+    lone = {name: [1, *(int(name == other) for other in whole), 0] for name in whole}
+    lone["a"][-1] = 1
+    assert columns(*whole) == columns(*reversed(whole)) == list(lone.values())
+    assert columns("m", "z", "m") == [lone["z"], lone["m"]]
+    assert columns("b", "b") == [[0] * 6 + [1]]
+
+
+def test_a_read_has_its_fields_in_the_order_of_their_names(client: tq.TransferQueueClient) -> None:
+    tq.kv_put("k", "p", {"z": torch.tensor(1), "a": torch.zeros(2, 2), "m": "text"})
+    names: list[Any] = [None, ["z", "m", "a", "z"]]
+    for fields in names:
+        assert list(tq.kv_batch_get("k", "p", fields).keys()) == ["a", "m", "z"]
+
+
+def test_a_read_of_missing_keys_says_what_the_package_says(client: tq.TransferQueueClient) -> None:
+    tq.kv_batch_put(["late"], "p", tags=[{}])
+    for partition in ("p", "nowhere"):
+        for fields in (None, ["v"]):
+            text = f"keys or partition were not found: .*{partition!r}.*'x', 'y'"
+            with pytest.raises(ValueError, match=text):
+                tq.kv_batch_get(["x", "y"], partition, fields)
+    text = "Some fields are not ready in all the requested keys: 'late'"
+    with pytest.raises(ValueError, match=text):
+        tq.kv_batch_get("late", "p", ["v"])
