@@ -120,6 +120,32 @@ def test_a_setting_that_is_not_used_says_so_once(caplog: pytest.LogCaptureFixtur
     assert "dataplane.mooncake_protocol" in said[2]
 
 
+def test_an_unknown_section_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As is an unknown setting of `controller` and of `metrics`. The package ignores them."""
+    warn_once.cache_clear()
+    unknown = {"contoller": {"polling_mode": True}, "enable": True, "none": None}
+    known = {"controller": {"samplr": "x", "sampler": "SequentialSampler"}, "metrics": {"prt": 1}}
+    for _ in range(2):
+        Settings.of({**unknown, **known})
+    assert [text.partition(" is not used: ")[0] for text in caplog.messages] == [
+        "contoller",
+        "enable",
+        "none",
+        "controller.samplr",
+        "metrics.prt",
+    ]
+    assert "unknown section; expected one of metrics, controller, backend" in caplog.text
+    assert "unknown setting; expected one of controller.sampler," in caplog.text
+
+
+def test_the_settings_of_an_earlier_init_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    settings = Settings.of(None)
+    settings.metrics.endpoint = "there:1"
+    Settings.of(settings)
+    assert not caplog.messages
+
+
 # --- with a service
 
 

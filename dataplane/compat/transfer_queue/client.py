@@ -348,8 +348,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
     def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
         """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field.
-        The F columns are the distinct fields in the order in which the partition got them, not in that
-        of `data_fields`. (None, None) for an unknown partition or field, and without fields."""
+        The F columns are the distinct fields in the order in which the partition got them, not in
+        that of `data_fields`. (None, None) for an unknown partition or field, or without fields."""
         return self._performer.do(operations.production_status, data_fields, partition_id)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:

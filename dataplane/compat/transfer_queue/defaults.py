@@ -90,6 +90,28 @@ def defaults() -> dict[str, Any]:
     return copy.deepcopy(_DEFAULTS)
 
 
+def warn_of_unknown(conf: Mapping[str, Any]) -> None:
+    """Warn once about each unknown section, and about each unknown setting of `controller` and
+    `metrics`. They are often misspelled; the original ignores them without a warning."""
+    known = {**_DEFAULTS, "metrics": {**_DEFAULTS["metrics"], "endpoint": None}}  # `init` adds it
+    _warn_of_names(conf, known, what="section", prefix="")
+    for section in ("controller", "metrics"):
+        _warn_of_names(conf.get(section) or {}, known[section], "setting", prefix=f"{section}.")
+
+
+def _warn_of_names(
+    given: Mapping[str, Any],
+    known: Mapping[str, Any],
+    what: str,
+    prefix: str,
+) -> None:
+    """Warn about the names that are not known. what: what they name. prefix: precedes each name."""
+    for name in given:
+        if name not in known:
+            known_names = ", ".join(f"{prefix}{each}" for each in known)
+            warn_once(f"{prefix}{name} is not used: unknown {what}; expected one of {known_names}")
+
+
 def warn_of_unused(conf: Mapping[str, Any]) -> None:
     """Warn once about each ignored setting of `backend` that differs from its default, and name its replacement.
     Settings of a backend that is not selected get no warning, because the original ignores them, too."""

@@ -76,7 +76,9 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     the original does). `objects`: "pickle" objects that no column can store, which adds a token to a service without
     one (default "refuse"; "pickle" in a job that TQ_REPLACE switches, unless it attaches to a service with neither
     token nor TLS). `dataplane` has settings of `DataPlaneConfig`, for starting the service or attaching to it.
-    `backend` is ignored. `controller.name`: Ray jobs that give the same name share a service, which the first of them
+    `backend` is ignored; each unknown section logs one warning.
+
+    `controller.name`: Ray jobs that give the same name share a service, which the first of them
     starts; processes of these jobs that give no name use it, too. The process that starts the service determines the
     settings for all processes; the service stores them. Each process that uses a custom sampler class passes it here.
 

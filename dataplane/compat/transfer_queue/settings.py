@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from dataplane.compat.switch import VARIABLE, replaced
-from dataplane.compat.transfer_queue.defaults import BACKENDS, defaults, warn_of_unused, warn_once
+from dataplane.compat.transfer_queue.defaults import (
+    BACKENDS,
+    defaults,
+    warn_of_unknown,
+    warn_of_unused,
+    warn_once,
+)
 from dataplane.compat.transfer_queue.fetching import Sampling
 from dataplane.compat.transfer_queue.samplers import NAMED, BaseSampler, DrawingSampler
 from dataplane.config import DataPlaneConfig
@@ -50,6 +56,7 @@ class Settings(dict[str, Any]):
         backend = settings.backend.storage_backend
         if backend not in BACKENDS:
             raise ValueError(f"backend.storage_backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+        warn_of_unknown(conf or {})
         warn_of_unused(conf or {})
         return settings
 
