@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane.compat.nemo_rl import DataPlaneClient, KVBatchMeta, build_data_plane_client
 from dataplane.compat.nemo_rl.adapter import TQDataPlaneClient
@@ -239,6 +240,30 @@ def test_a_worker_attaches_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.close()
     finally:
         driver.close()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("value", [["a", "b"], ("a", "b"), "text", {"a": 1}, None])
+def test_a_bare_non_tensor_is_refused(driver: DataPlaneClient, value: Any) -> None:
+    """As NeMo-RL's contract demands. The adapter for TransferQueue stores the first two as rows."""
+    fields = TensorDict({"x": torch.ones(2), "bad": NonTensorData(value)}, batch_size=[2])
+    with pytest.raises(TypeError, match=r"'bad': .*non-tensor"):
+        driver.put_samples(["a", "b"], "train", fields)
+    with pytest.warns(RuntimeWarning, match="found nothing"):
+        driver.clear_samples(None, "train")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("count", [1, 2])
+def test_objects_are_rows_of_a_stack_or_of_an_array(driver: DataPlaneClient, count: int) -> None:
+    rows: list[Any] = [{"turn": 1}, "text"][:count]
+    array = np.empty(count, dtype=object)
+    array[:] = rows
+    ids = ["a", "b"][:count]
+    fields = TensorDict({"stack": NonTensorStack(*rows), "array": array}, batch_size=[count])
+    driver.put_samples(ids, "train", fields)
+    read = driver.get_samples(ids, "train", ["stack", "array"])
+    assert read.get("stack").tolist() == read.get("array").tolist() == rows
 
 
 def test_metas() -> None:

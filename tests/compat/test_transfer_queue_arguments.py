@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import dataplane.compat.transfer_queue as tq
 
@@ -105,3 +105,10 @@ def test_a_read_of_missing_keys_says_what_the_package_says(client: tq.TransferQu
     text = "Some fields are not ready in all the requested keys: 'late'"
     with pytest.raises(ValueError, match=text):
         tq.kv_batch_get("late", "p", ["v"])
+
+
+@pytest.mark.parametrize("values", [["a", "b"], ("a", "b")])
+def test_a_list_of_non_tensors_is_rows(client: tq.TransferQueueClient, values: Any) -> None:
+    """NeMo-RL's adapter refuses it, TransferQueue stores it."""
+    tq.kv_batch_put(["k", "l"], "p", TensorDict({"x": NonTensorData(values)}, batch_size=2))
+    assert tq.kv_batch_get(["l", "k"], "p").get("x").tolist() == ["b", "a"]

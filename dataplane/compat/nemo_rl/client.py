@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 from dataplane.client.operations.sample_names import tags_of
@@ -22,7 +23,12 @@ from dataplane.compat.transfer_queue.session import Session
 from dataplane.compat.transfer_queue.tags import tag_columns
 from dataplane.core.durations import seconds
 from dataplane.core.schema import INPUT_LENGTHS
-from dataplane.errors import PartitionNotFoundError, SampleNotFoundError, TaskNotFoundError
+from dataplane.errors import (
+    PartitionNotFoundError,
+    SampleNotFoundError,
+    TaskNotFoundError,
+    UnsupportedValueError,
+)
 from dataplane.ledger import commands as c
 
 SCALARS = frozenset({"input_lengths", "sample_mask", "total_reward"})
@@ -128,11 +134,16 @@ class DataPlaneClient:
         tags: list[dict[str, Any]] | None = None,
     ) -> Any:
         """Store fields and tags of N samples atomically. Claims can take a sample as soon as it has the fields that
-        they require. Return the meta of the samples, with these fields and tags."""
+        they require. Return the meta of the samples, with these fields and tags.
+
+        Objects are rows of a NonTensorStack or of a NumPy array. `UnsupportedValueError` (a
+        TypeError) for any other NonTensorData, as NeMo-RL's contract demands."""
         ids = list(sample_ids)
         if not ids:  # nothing to store: the partition is not created either
             return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
         tag_list = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
+        if fields is not None:
+            _check_objects(fields)
         self._performer.do(operations.put, ids, partition_id, fields, tag_columns(tag_list, len(ids)))
         names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  # not a dict
         return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=tag_list)
@@ -174,6 +185,20 @@ class DataPlaneClient:
     def close(self) -> None:
         """Leave the service, and stop it if this process started it. Idempotent."""
         self._session.close()
+
+
+def _check_objects(fields: TensorDict) -> None:
+    """`UnsupportedValueError` for a field that is one non-tensor value instead of one per sample. A
+    TensorDict wraps NumPy arrays of objects, which have one per sample, in NonTensorData."""
+    for name in fields.keys():  # noqa: SIM118  # not a dict
+        value = fields.get(name)
+        if isinstance(value, NonTensorData) and not isinstance(value.data, np.ndarray):
+            raise UnsupportedValueError(
+                field=str(name),
+                row=None,
+                got=f"a bare non-tensor value (NonTensorData of {type(value.data).__name__})",
+                hint="A field needs one value per sample: use a NonTensorStack or a NumPy array.",
+            )
 
 
 # --- operations
