@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane.compat.nemo_rl import DataPlaneClient, KVBatchMeta, build_data_plane_client
 from dataplane.compat.nemo_rl.adapter import TQDataPlaneClient
+from dataplane.compat.transfer_queue.defaults import warn_once
 
 METHODS = {
     "register_partition": (
@@ -205,19 +207,69 @@ def test_a_nemo_rl_that_cannot_be_imported_is_logged(
     worker.close()
 
 
+SIMPLE = {"storage_capacity": 123_457, "num_storage_units": 2}
+MOONCAKE = {
+    "global_segment_size": 1 << 36,
+    "local_buffer_size": 1 << 32,
+    "reuse_registered_buffers": False,
+    "staging_buffer_size": 1 << 28,
+}
+
+
+class Model:
+    """Stands for a model of pydantic."""
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+
+    def model_dump(self, *, exclude_unset: bool) -> dict[str, Any]:
+        return self._given if exclude_unset else {**MOONCAKE, **self._given}
+
+
 @pytest.mark.integration
-def test_settings_that_are_not_used_are_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({**SIMPLE, "claim_meta_poll_interval_s": 0.5}, [*SIMPLE, "claim_meta_poll_interval_s"]),
+        ({"simple": SIMPLE, "mooncake_cpu": MOONCAKE}, [f"simple.{name}" for name in SIMPLE]),
+        (
+            {"backend": "mooncake_cpu", "simple": SIMPLE, "mooncake_cpu": MOONCAKE},
+            ["backend", *(f"mooncake_cpu.{name}" for name in MOONCAKE)],
+        ),
+        (
+            {"backend": "mooncake_cpu", "mooncake_cpu": Model(local_buffer_size=1)},
+            ["backend", "mooncake_cpu.local_buffer_size"],
+        ),
+        ({"backend": "simple", "simple": None, "mooncake_cpu": {}}, []),
+    ],
+    ids=["no block", "simple", "mooncake", "model", "empty"],
+)
+def test_each_setting_that_has_no_effect_is_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    named: list[str],
 ) -> None:
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
-    cfg = {**CFG, "backend": "mooncake_cpu", "storage_capacity": 123_457, "num_storage_units": 2}
+    warn_once.cache_clear()
     for _ in range(2):
-        build_data_plane_client(cfg, bootstrap=True).close()
-    found = [each.getMessage() for each in caplog.records if "not used" in each.getMessage()]
-    assert found[0].startswith(
-        "not used: storage_capacity=123457, num_storage_units=2, backend='mooncake_cpu'. Samples"
-    )
-    assert len(found) == 1
+        with closing(build_data_plane_client({**CFG, **settings})):
+            build_data_plane_client({**CFG, **settings}, bootstrap=False).close()
+    found = [text.partition("=")[0] for text in caplog.messages if "is not used" in text]
+    assert sorted(found) == sorted(named)
+    assert "storage_capacity" not in found or "dataplane.capacity_bytes" in caplog.text
+
+
+@pytest.mark.parametrize("bootstrap", [True, False])
+@pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
+def test_an_unknown_setting_of_a_block_is_refused(backend: str, bootstrap: bool) -> None:
+    """NeMo-RL ignores it. The block of the other backend is checked, too."""
+    blocks = {"simple": SIMPLE, "mooncake_cpu": {**MOONCAKE, "local_bufer_size": 1}}
+    text = r"mooncake_cpu\.local_bufer_size; the block mooncake_cpu has global_segment_size, local_"
+    with pytest.raises(ValueError, match=text):
+        build_data_plane_client({**CFG, **blocks, "backend": backend}, bootstrap=bootstrap)
+    with pytest.raises(TypeError, match="simple=5: expected a mapping of settings"):
+        build_data_plane_client({**CFG, "simple": 5}, bootstrap=bootstrap)
 
 
 def test_a_name_that_the_adapter_does_not_have_says_so() -> None:
