@@ -10,6 +10,7 @@ from typing import Any, Self
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.protocol.fd_limits import enough_for
+from dataplane.storage.capacity import unit_configs, unit_name
 from dataplane.storage.unit import StorageUnit
 
 
@@ -31,8 +32,8 @@ class Server:
         try:
             with enough_for(self.config.host):  # a lack of open files becomes `ServiceUnavailableError`
                 self._controller.start()
-                for number in range(self.config.units):
-                    unit = StorageUnit(self.config.of_unit(number), self.address, name=f"unit-{number}")
+                for number, config in enumerate(unit_configs(self.config, self.config.units)):
+                    unit = StorageUnit(config, self.address, name=unit_name(number))
                     self._units.append(unit.start())
         except BaseException:
             self.close()
@@ -70,7 +71,8 @@ class Server:
 def serve(config: DataPlaneConfig | Mapping[str, Any] | None = None) -> Server:
     """Start the service in background threads of this process, on loopback unless `host` is set.
 
-    Raises `ArenaSpaceError` if shared memory is too small, ValueError for a public host without token, TLS or
-    `insecure` or for unusable TLS files, and `TlsError` if the installed ZMQ does not support encryption.
+    Raises `ArenaSpaceError` if the available memory is too small for all units and what running units may still take,
+    ValueError for a public host without token, TLS or `insecure` or for unusable TLS files, and `TlsError` if the
+    installed ZMQ does not support encryption.
     """
     return Server(DataPlaneConfig.of(config)).start()

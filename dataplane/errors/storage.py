@@ -85,20 +85,43 @@ class DrainError(DataPlaneError, RuntimeError):
 
 
 class ArenaSpaceError(DataPlaneError, OSError):
-    """The file system, a cgroup or the machine has too little free memory for the arena. Sizes are in bytes. `limit`
-    describes which limit has only `found_bytes` left; "" if unknown."""
+    """The file system, a cgroup or the machine has too little free memory for new arenas, or for the growth of one.
+    Sizes are in bytes. `limit` describes which limit has only `found_bytes` left; "" if unknown. `wanted_bytes` is the
+    sum over the arenas of `units` storage units. Of `found_bytes`, other running storage units may still take
+    `growing_bytes`, most of it for the arenas `growing` (paths)."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, *, directory: str, found_bytes: int, wanted_bytes: int, limit: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        directory: str,
+        found_bytes: int,
+        wanted_bytes: int,
+        limit: str = "",
+        units: int = 1,
+        growing_bytes: int = 0,
+        growing: Sequence[str] = (),
+    ) -> None:
+        who = "the arena needs" if units == 1 else f"the arenas of {units:,} storage units need"
         bound = f" ({limit})" if limit else ""
+        fewer = "" if units == 1 else ", fewer --units"
+        others = stop = ""
+        if growing_bytes:
+            names = ", ".join(growing[:SHOWN])
+            others = f", of which running storage units may still take {growing_bytes:,} (largest: {names})"
+            stop = " stop services that run there,"
         super().__init__(
-            f"the arena needs {wanted_bytes:,} bytes in {directory}, which has {found_bytes:,} free{bound}. Set a "
-            "smaller --capacity or another --arena-dir, or increase the container's shared memory (docker --shm-size).",
+            f"{who} {wanted_bytes:,} bytes in {directory}, which has {found_bytes:,} free{bound}{others}. Set a "
+            f"smaller --capacity{fewer} or another --arena-dir,{stop} or increase the container's shared memory "
+            "(docker --shm-size).",
             directory=directory,
             found_bytes=found_bytes,
             wanted_bytes=wanted_bytes,
             limit=limit,
+            units=units,
+            growing_bytes=growing_bytes,
+            growing=list(growing[:SHOWN]),
         )
 
 

@@ -89,12 +89,14 @@ class Challenge:
     secret: bytes
 
 
-def default_capacity(directory: str | Path) -> int:
-    """Return the default capacity in bytes of one arena in `directory`: 30 percent of its file system, but at most half
-    of the memory available there now, and at least 1 MiB. Ray's object store claims 30 percent of the same memory."""
+def default_capacity(directory: str | Path, *, units: int = 1, promised_bytes: int = 0) -> int:
+    """Return the default capacity in bytes of each of `units` arenas in `directory`: 30 percent of its file system, but
+    together at most half of the memory available there now without `promised_bytes`, and at least 1 MiB. Ray's object
+    store claims 30 percent of the same memory."""
     stat = os.statvfs(directory)
     share = int(stat.f_blocks * stat.f_frsize * SHARE_OF_FILE_SYSTEM)
-    most_bytes = int(available_memory(directory).free_bytes * SHARE_OF_AVAILABLE)
+    free_bytes = available_memory(directory).free_bytes - promised_bytes
+    most_bytes = int(free_bytes * SHARE_OF_AVAILABLE) // units
     return max(MIB, _round_down(min(share, most_bytes), MIB))
 
 

@@ -80,7 +80,7 @@ class UnitRecord:
         controller: str = "",
         fsynced: bool = False,
     ) -> None:
-        self.path = Path(state_dir).absolute() / f"unit-{quote(name, safe='')}.json"
+        self.path = _record_path(state_dir, name)
         self._name = name
         self._arena_dir = str(Path(arena_dir).absolute())
         self._directory = identity(arena_dir)
@@ -239,6 +239,20 @@ class UnitRecord:
         temporary.replace(self.path)
         sync_path(self.path.parent)
         self._record = record
+
+
+def recorded_arena(state_dir: str | Path, name: str) -> Path | None:
+    """Return the path of the arena that the next epoch of the unit `name` adopts; None if there is no readable record
+    of it in `state_dir`, or no such file."""
+    try:
+        record = msgspec.json.decode(_record_path(state_dir, name).read_bytes(), type=ArenaRecord)
+    except (OSError, msgspec.MsgspecError, ValueError):  # `UnitRecord.open` logs the reason
+        return None
+    return Path(record.arena) if os.path.exists(record.arena) else None
+
+
+def _record_path(state_dir: str | Path, name: str) -> Path:
+    return Path(state_dir).absolute() / f"unit-{quote(name, safe='')}.json"
 
 
 def identity(directory: str | Path) -> str:

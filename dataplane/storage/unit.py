@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -21,9 +20,9 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.addresses import boot_id, is_loopback, reachable_host
 from dataplane.core.checksums import damaged
 from dataplane.core.failpoints import hit
-from dataplane.core.file_locks import file_system, sweep
+from dataplane.core.file_locks import file_system
 from dataplane.core.fsync import is_on_disk
-from dataplane.core.private_dir import in_own_directory, leave, own_directory
+from dataplane.core.private_dir import in_own_directory, leave
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
 from dataplane.protocol.curve import ServerKeys
@@ -35,12 +34,13 @@ from dataplane.protocol.http.routes import Guarded
 from dataplane.protocol.http.server import HttpServer
 from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.protocol.tls import server_context
-from dataplane.storage.arena import PAGE_BYTES, Arena, default_capacity, sweep_recorded
+from dataplane.storage.arena import PAGE_BYTES, Arena
 from dataplane.storage.arena_record import Adopted, UnitRecord
+from dataplane.storage.capacity import arena_capacity, sweep_directories
 from dataplane.storage.controller_link import UnitLink
 from dataplane.storage.metrics import BulkCounts, BulkMetrics, UnitFacts
 from dataplane.storage.server import BulkServer
-from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY, lock_directories
+from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.storage.transport.registry import unit_payloads
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class StorageUnit:
     config: `capacity_bytes`, `arena_dir`, `host` and `port` (the address of its TCP server) and the token; with
     `http_port` it serves Prometheus metrics there. name: random by default. With `state_dir` a name is required
     (ValueError), because the next start finds the arena by it. Raises `ArenaSpaceError` if the directory or the
-    container has too little space, `ServiceUnavailableError` if no controller answers, `PortTakenError` if the port is
-    in use, `LimitError` if this process may open too few files.
+    container has too little space besides what running units may still take, `ServiceUnavailableError` if no controller
+    answers, `PortTakenError` if the port is in use, `LimitError` if this process may open too few files.
 
     When the connection to the controller breaks, the unit tries to reconnect for `config.reconnect_s`. If the
     controller lost its record of the unit, the unit registers again with an empty arena; clients keep their mappings of
@@ -101,7 +101,7 @@ class StorageUnit:
         self._stopped = False  # a stopped unit may be started again
         require_enough()  # files that this process may open
         config = self._config
-        _sweep_directories(config)
+        sweep_directories(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         if self._given_up:  # read after `_link` is set: a later `give_up` closes the link
             raise ClientClosedError(why="the storage unit was stopped during its start")
@@ -202,7 +202,7 @@ class StorageUnit:
         config, fsynced = self._config, self._config.durability == "machine"
 
         def create(keeper: Path | None) -> Arena:  # keeper: the arena record, see `Arena.create`
-            capacity = config.capacity_bytes or default_capacity(config.arena_dir)
+            capacity = arena_capacity(config.arena_dir, config.capacity_bytes)
             return in_own_directory(
                 config.arena_dir,
                 lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper, fsynced=fsynced),
@@ -319,22 +319,6 @@ class StorageUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def sweep_leftovers(config: DataPlaneConfig) -> None:
-    """Remove the files that killed units left behind. Raises OSError if the directories are not accessible."""
-    _sweep_directories(config)
-    for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
-        leave(shared)  # removes this user's directory if it is empty
-
-
-def _sweep_directories(config: DataPlaneConfig) -> None:
-    """Remove arenas and session locks that are no longer needed."""
-    folder = own_directory(config.arena_dir)
-    for directory in lock_directories(folder):  # that of the arenas, and the default one of session locks
-        with contextlib.suppress(FileNotFoundError):  # the last process that used the directory has removed it
-            sweep(directory)
-            sweep_recorded(directory)
 
 
 def _check_rows(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:

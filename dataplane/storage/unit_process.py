@@ -23,7 +23,8 @@ from dataplane.core.memory_limits import memory_limits
 from dataplane.core.stopping import Stop
 from dataplane.errors import DataPlaneError
 from dataplane.protocol.fd_limits import allow_more
-from dataplane.storage.unit import StorageUnit, sweep_leftovers
+from dataplane.storage.capacity import sweep_leftovers, unit_configs, unit_name
+from dataplane.storage.unit import StorageUnit
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class UnitProcesses:
     another thread.
 
     `_configs`, `_processes`, `_ready`: by the unit's name; `_ready` units have reported success since their last start.
-    `_stopping`: `stop` was called, so no process is started; set while `_guard` is held. `_is_stopped`: a call
+    `_stopping`: `stop` was called, so no process is started; read while `_guard` is held. `_is_stopped`: a call
     of `stop` ends the processes or has ended them.
     """
 
@@ -86,10 +87,12 @@ class UnitProcesses:
 
     def start(self, count: int) -> None:
         """Start `count` units. Return when every unit is registered, or when another thread calls `stop`. Raises
-        OSError with the name of the unit that cannot start, and the reason."""
-        names = [f"unit-{number}" for number in range(count)]
-        for number, name in enumerate(names):
-            self._configs[name] = self._config.of_unit(number)
+        ArenaSpaceError if their arenas do not fit, OSError with the name of a unit that cannot start, and the reason.
+        """
+        configs = unit_configs(self._config, count)
+        names = [unit_name(number) for number in range(count)]
+        for name, config in zip(names, configs, strict=True):
+            self._configs[name] = config
             if not self._start(name):
                 return
         for name in names:
@@ -114,14 +117,15 @@ class UnitProcesses:
             self._ready.discard(name)
             command = [sys.executable, "-m", "dataplane.storage.unit_process"]
             # A separate process group: a terminal's SIGINT reaches only the service, which then stops its units.
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+            # Unbuffered: closing a pipe never fails because of data that an ended process did not read.
+            process = subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            )
             self._processes[name] = process
             assert process.stdin is not None
             settings = asdict(UnitProcessSettings(address=self._address, name=name, config=self._configs[name]))
             with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code is reported later
                 process.stdin.write(msgspec.json.encode(settings) + b"\n")
-                process.stdin.flush()
-
             return True
 
     def _await_ready(self, name: str) -> str:
@@ -172,8 +176,9 @@ class UnitProcesses:
     def stop(self) -> None:
         """Stop the units, and remove the files of killed ones. Units that are not ready, and units that take longer
         than `END_S`, are killed. Idempotent."""
-        with self._guard:
-            self._stopping = True
+        self._stopping = True  # first, so that a `start` in progress does not take the guard again
+        with self._guard:  # a process that `_start` creates meanwhile is in `_processes` now
+            pass
         with self._ending:  # a concurrent call waits here
             if self._is_stopped:
                 return

@@ -169,6 +169,14 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "--shm-size" in found.mend
 
 
+def test_memory_that_other_units_may_still_take(tmp_path: Path) -> None:
+    with Arena.create(own_directory(tmp_path), 4 * MIB, epoch=1) as arena:
+        arena.grow(MIB)
+        found = only(machine.machine(str(tmp_path), 0), "shared memory").found
+        assert "; running storage units may still take 3.0 MiB; the default capacity of a unit is " in found
+    assert "running storage units" not in only(machine.machine(str(tmp_path), 0), "shared memory").found
+
+
 @pytest.mark.parametrize(("free", "ok"), [(10 * MIB, False), (10 * GIB, True)])
 def test_a_memory_limit(free: int, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [

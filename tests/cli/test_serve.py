@@ -23,7 +23,8 @@ from dataplane import DataPlaneConfig, connect
 from dataplane.cli import main
 from dataplane.cli import serve as serve_module
 from dataplane.config import MIB
-from dataplane.storage import unit_process
+from dataplane.core.memory_limits import AvailableMemory
+from dataplane.storage import capacity, unit_process
 from dataplane.storage.arena_record import discard
 from dataplane.storage.unit_process import UnitProcesses
 from tests.cli.service import Service, child_of, services  # noqa: F401
@@ -281,8 +282,19 @@ def test_an_arena_directory_that_is_too_small_is_one_line(services: list[Service
     assert service.process.wait(60) == 1
     service.end(signal.SIGTERM)
     (line,) = service.complaints
-    assert line.startswith("tq: storage unit unit-0 cannot start: the arena needs "), line
+    assert line.startswith("tq: the arena needs "), line
     assert "Set a smaller --capacity or another --arena-dir" in line
+
+
+def test_units_that_do_not_fit_together_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = AvailableMemory(free_bytes=16 * MIB, limit="memory available on this machine")
+    monkeypatch.setattr(capacity, "available_memory", lambda directory: memory)
+    assert main(["serve", "--units", "3", "--capacity", "12m"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tq: the arenas of 3 storage units need {36 * MIB:,} bytes in /dev/shm, "), line
+    assert "Set a smaller --capacity, fewer --units or another --arena-dir" in line
 
 
 def test_a_service_without_a_state_ends_with_its_memory(services: list[Service]) -> None:

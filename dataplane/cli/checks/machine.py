@@ -56,6 +56,7 @@ def _check_shared_memory(arena_dir: str) -> Iterator[Finding]:
     """Check the free space of the file system that has the arenas."""
     from dataplane.core.file_locks import file_system
     from dataplane.storage.arena import default_capacity
+    from dataplane.storage.capacity import growing_arenas
 
     usage = os.statvfs(arena_dir)
     total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
@@ -65,8 +66,11 @@ def _check_shared_memory(arena_dir: str) -> Iterator[Finding]:
         yield Finding(what="shared memory", found=f"{found}: too little", mend=_MORE_SHM)
     else:
         memory = "" if kind in MEMORY_FILE_SYSTEMS else ", not memory: slower, but it survives a machine crash"
-        default = f"; the default capacity of a unit is {readable(default_capacity(arena_dir))}"
-        yield Finding(what="shared memory", found=found + memory + default)
+        promised = sum(growing_arenas(arena_dir).values())
+        others = f"; running storage units may still take {readable(promised)}" if promised else ""
+        default = readable(default_capacity(arena_dir, promised_bytes=promised))
+        found += f"{memory}{others}; the default capacity of a unit is {default}"
+        yield Finding(what="shared memory", found=found)
 
 
 def _check_memory_limit() -> Iterator[Finding]:
