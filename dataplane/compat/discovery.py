@@ -1,12 +1,12 @@
 """Find the service that another process started, without a configured address.
 
 A rendezvous is a place that several processes share, such as a Ray job. Importing `workers` registers the rendezvous
-for Ray. A process that imports only ray gets it from the entry point group `dataplane.rendezvous`.
+for Ray. A process that imports only ray gets it from the table of this module.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from typing import Protocol
 
 from dataplane.config import DataPlaneConfig
 
-GROUP = "dataplane.rendezvous"
-
+_PLUG_INS = {"ray": "workers.service.discovery:RayRendezvous"}
+"""Module and class of the rendezvous for processes that have imported a package. `dataplane` imports neither, so they
+are loaded by name. They need no metadata of an installed distribution: the project may be on PYTHONPATH only."""
 
 Prepare = Callable[[DataPlaneConfig, str], None]
 """Called with the configuration that attaches to a service, and its HTTP "host:port" ("" without HTTP)."""
@@ -61,9 +62,31 @@ def register_rendezvous(name: str, make: Callable[[], Rendezvous]) -> None:
 
 
 def known() -> list[Rendezvous]:
-    """Return every registered rendezvous. An entry point is registered here if this process has imported the package
-    that the entry point is named after."""
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        if entry.name in sys.modules and entry.name not in _constructors:
-            _constructors[entry.name] = entry.load()
+    """Return every registered rendezvous. The one for Ray is registered here if this process has imported ray and the
+    package `workers` is on its path."""
+    for package, plug_in in _PLUG_INS.items():
+        if package in sys.modules and package not in _constructors:
+            make = _load(plug_in)
+            if make is not None:
+                register_rendezvous(package, make)
     return [construct() for construct in _constructors.values()]
+
+
+def is_isolated() -> bool:
+    """Whether this process belongs to a Ray cluster, but `known` lacks its rendezvous: other processes of the cluster
+    then do not find a service that this process starts."""
+    ray = sys.modules.get("ray")
+    return ray is not None and "ray" not in _constructors and bool(ray.is_initialized())
+
+
+def _load(plug_in: str) -> Callable[[], Rendezvous] | None:
+    """Return the class "MODULE:CLASS"; None if there is no such module. Raises the errors of its import."""
+    module, _, name = plug_in.partition(":")
+    try:
+        make: Callable[[], Rendezvous] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module == missing or module.startswith(f"{missing}."):
+            return None
+        raise  # a package that the module needs
+    return make

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dataplane.compat.discovery import Meeting, known
+from dataplane.compat.discovery import Meeting, is_isolated, known
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.errors import NotInitializedError
 from dataplane.compat.transfer_queue.samplers import BaseSampler
@@ -20,6 +20,8 @@ from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 from dataplane.service import serve
 
 log = logging.getLogger(__name__)
+
+_ISOLATED = "this process is in a Ray cluster, but cannot import the package `workers`, through which it finds services"
 
 
 @dataclass
@@ -238,6 +240,8 @@ def _find_or_start(settings: Settings, sampler: BaseSampler, given: bool) -> Ses
             except BaseException:
                 meeting.close()
                 raise
+    if name is not None and is_isolated():
+        raise ValueError(f"controller.name={name!r}: {_ISOLATED}: install rl-dataplane, or add it to PYTHONPATH")
     if name is not None:
         raise ValueError(
             f"controller.name={name!r} requires a Ray cluster, and this process is in none: import ray and call "
@@ -257,6 +261,15 @@ def _start_here(settings: Settings, sampler: BaseSampler) -> Session:
             token = variables[ENV_TOKEN] = secrets.token_urlsafe(32)
         config = replace(config, token=token)
     server = serve(config)
+    if is_isolated():
+        log.warning(
+            "Started a service of its own at %s: %s. Other processes of the job do not use this service. Install "
+            "rl-dataplane, or add it to PYTHONPATH, for all processes; or start one service and set %s to its address "
+            "in all of them",
+            server.address,
+            _ISOLATED,
+            ENV_ADDRESS,
+        )
     try:
         to_store = {**settings_to_store(settings), "metrics": server.http_address or None}
         config = replace(config, address=server.address)
