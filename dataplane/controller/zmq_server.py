@@ -186,7 +186,7 @@ class ZmqServer:
         try:
             requests = zmq_frames.split_requests([frame.bytes for frame in frames])
         except DataPlaneError as error:
-            self._log_rejection(error)
+            self._log_rejection(peer.bytes, error)
             self._send(peer.bytes, zmq_frames.refusal(number=0, error=error))
             return
         with self.replies_together() if len(requests) > 1 else contextlib.nullcontext():
@@ -203,7 +203,7 @@ class ZmqServer:
             else:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller)
         except DataPlaneError as error:
-            self._log_rejection(error)
+            self._log_rejection(caller, error)
             self._send(caller, zmq_frames.refusal(number=0, error=error))
         except Exception as error:
             line = self._failures.take("Failed on a request")
@@ -211,11 +211,10 @@ class ZmqServer:
                 log.exception("%s", line)
             self._send(caller, zmq_frames.refusal(number=0, error=InternalError(what=repr(error))))
 
-    def _log_rejection(self, error: DataPlaneError) -> None:
+    def _log_rejection(self, caller: bytes, error: DataPlaneError) -> None:
         """Log a rejected request, unless too many were logged recently."""
-        line = self._refusals.take(f"Rejected a request: {error}")
-        if line is not None:
-            log.warning("%s", line)
+        why = zmq_frames.TLS if zmq_frames.is_tls(caller) else str(error)
+        self._refusals.warn(log, f"Rejected a request: {why}")
 
     def _handle_heartbeat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
         """Pass a heartbeat to the handler and reply to it. This connection now represents the session's client."""

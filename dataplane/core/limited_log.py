@@ -35,6 +35,12 @@ class Complaints:
         line = " ".join(text.split())
         return f"{line} (earlier requests of this kind not logged: {suppressed:,})" if suppressed else line
 
+    def warn(self, log: logging.Logger, text: str) -> None:
+        """Log `text` as a warning, unless it is suppressed."""
+        line = self.take(text)
+        if line is not None:
+            log.warning("%s", line)
+
 
 class OneLine(logging.Filter):
     """A logging filter that reduces tracebacks to one line and limits their rate. Libraries log such tracebacks when a

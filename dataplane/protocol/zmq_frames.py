@@ -27,6 +27,12 @@ REQUEST_FRAME_BYTES = 256 << 10
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 GROUP = b""
 """The first frame of a message with several requests, in place of a method."""
+MAX_METHOD_BYTES = 80
+SHOWN_BYTES = 16
+"""Number of bytes of an invalid message that an error or a log line shows."""
+TLS = "it looks like a TLS handshake, but this port serves clients of this project over ZMQ"
+"""Description of a message for which `is_tls` is true."""
+_TLS_PEER_BYTES = 0x16 - 1
 MAX_GROUP = 32
 """Maximum number of requests in a message. Their replies are sent together, so the first waits for the last."""
 
@@ -68,13 +74,35 @@ def split_requests(frames: Sequence[bytes]) -> list[tuple[str, bytes]]:
         raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")
     method, *parts = frames
     if method != GROUP:
-        return [(method.decode(errors="replace"), parts[0] if len(parts) == 1 else b"".join(parts))]
+        return [(_method_name(method), parts[0] if len(parts) == 1 else b"".join(parts))]
     count, odd = divmod(len(parts), 2)
     if odd or count > MAX_GROUP:
         raise InvalidRequestError(
             f"a message with several requests needs 2 frames for each of up to {MAX_GROUP} requests, got {len(parts)}"
         )
-    return [(each.decode(errors="replace"), body) for each, body in zip(parts[::2], parts[1::2], strict=True)]
+    return [(_method_name(each), body) for each, body in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _method_name(frame: bytes) -> str:
+    """Return the text of a frame with a method. Raises `InvalidRequestError` if it cannot be the name of one."""
+    if len(frame) > MAX_METHOD_BYTES or not frame.isalnum():
+        raise InvalidRequestError(f"not a request of this protocol: {beginning(frame)}")
+    return frame.decode()
+
+
+def beginning(data: bytes) -> str:
+    """Describe an invalid message in printable characters, for the log."""
+    return f"it begins with {data[:SHOWN_BYTES]!r}" if data else "it is empty"
+
+
+def is_tls(peer: bytes) -> bool:
+    """Whether a message comes from a TLS client that has connected to a ZMQ port without authentication.
+
+    peer: the routing id that a ROUTER gives to the connection. ZMQ reads the handshake of TLS, 16 03 01..., as the
+    greeting of its oldest version: a length, flags, and a routing id, which is the rest of the TLS header.
+    """
+    # The lower byte of the version, two bytes of length, and the type of the first message: a ClientHello.
+    return len(peer) == _TLS_PEER_BYTES and peer[0] <= 4 and peer[3] == 1
 
 
 def check_size(body: bytes, what: str) -> None:

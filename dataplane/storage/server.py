@@ -8,6 +8,7 @@ has arrived.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ import zmq
 from google.protobuf.message import DecodeError
 
 from dataplane.core.failpoints import hit
+from dataplane.core.limited_log import Complaints
 from dataplane.core.listeners import listens_at, listens_no_more_at
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
@@ -38,6 +40,7 @@ from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.proof import Ticket
 from dataplane.protocol.unauthenticated import Unauthenticated
 from dataplane.protocol.zap import Admission
+from dataplane.protocol.zmq_frames import TLS, beginning, is_tls
 from dataplane.storage.arena import Arena
 from dataplane.storage.arena_access import ArenaAccess
 from dataplane.storage.arena_orders import ArenaOrder, ArenaOrders
@@ -107,6 +110,7 @@ class BulkServer:
         self._advertise_host = advertise_host
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._counts = counts or BulkCounts()
+        self._malformed = Complaints()  # limits the log lines about malformed messages
         self._unit = 0  # see `unit`
         self._admission: Admission | None = None  # None: peers present no ticket
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
@@ -303,10 +307,8 @@ class BulkServer:
             hit("unit.fence.before")
             return self._sessions.fence(order.session, order.lock_path, first=order.first, last=order.last)
         except Exception:
-            unit, session = order.unit, order.session
-            log.exception(
-                "Storage unit %d cannot determine whether session %d still runs; it will retry", unit, session
-            )
+            text = "Storage unit %d cannot determine whether session %d still runs; it will retry"
+            log.exception(text, order.unit, order.session)
             return False
 
     def _serve_messages(self) -> None:
@@ -317,7 +319,7 @@ class BulkServer:
             except zmq.Again:
                 return
             try:
-                request = self._receive_header()
+                request = self._receive_header(peer)
                 if request is not None:
                     self._execute_and_reply(peer, request)
             except zmq.ZMQError:
@@ -326,17 +328,16 @@ class BulkServer:
                 log.exception("Storage unit %d: a message could not be handled; the server continues", self._unit)
             self._frames.drop()  # those that the request did not use
 
-    def _receive_header(self) -> pb.BulkRequest | None:
+    def _receive_header(self, peer: bytes) -> pb.BulkRequest | None:
         """Receive the header of a message; None if it has none, or a malformed one, which is logged."""
         if not self._frames.more():
             return None
         header = self._router.recv()
-        try:
+        with contextlib.suppress(DecodeError):
             if len(header) <= MAX_HEADER_BYTES:
                 return pb.BulkRequest.FromString(header)
-        except DecodeError:
-            pass
-        log.warning("Storage unit %d: dropped a message that is not a valid BulkRequest", self._unit)
+        what = f"Storage unit {self._unit}: dropped a message that is not a valid BulkRequest"
+        self._malformed.warn(log, f"{what}: {TLS if is_tls(peer) else beginning(header)}")
         return None
 
     def _execute_and_reply(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
@@ -387,9 +388,8 @@ class BulkServer:
         if request.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(client_version=request.protocol_version, service_version=PROTOCOL_VERSION)
         if request.epoch != self._epoch:
-            raise ServiceRestartedError(
-                expected_epoch=request.epoch, got_epoch=self._epoch, what=f"storage unit {self._unit}"
-            )
+            what = f"storage unit {self._unit}"
+            raise ServiceRestartedError(expected_epoch=request.epoch, got_epoch=self._epoch, what=what)
         self._sessions.admit(request.session)
 
     def _execute(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, Bytes | None]:

@@ -25,6 +25,7 @@ from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core import zmq_io
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
+from tests.tls_hello import hello
 
 pytestmark = pytest.mark.integration
 
@@ -179,6 +180,26 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
         ),
         CALLS,
     )
+
+
+def test_a_tls_handshake_is_named_in_the_log(server: ZmqServer, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as peer:
+        peer.sendall(hello())
+        assert server.socket.poll(WAIT_MS)
+        assert server.serve(Taken())
+    (line,) = caplog.messages
+    assert line.startswith("Rejected a request: it looks like a TLS handshake")
+
+
+def test_bytes_of_another_protocol_are_escaped_in_the_log(
+    server: ZmqServer, dealer: Socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    dealer.send_multipart([b"\xc2\x1b[2J" * 100, b""])
+    assert server.socket.poll(WAIT_MS)
+    assert server.serve(Taken())
+    (line,) = caplog.messages
+    assert line.startswith(r"Rejected a request: not a request of this protocol: it begins with b'\xc2\x1b[2J\xc2")
+    assert len(line) < 150
 
 
 def test_a_crowd_finds_space_in_the_queue_of_the_port() -> None:

@@ -20,6 +20,13 @@ def test_one_line_is_let_through_and_the_next_says_how_many_were_not() -> None:
     assert complaints.take("last") == "last"
 
 
+def test_a_warning_is_logged_unless_it_is_suppressed(caplog: pytest.LogCaptureFixture) -> None:
+    complaints = Complaints(10.0, lambda: 0.0)
+    for _ in range(3):
+        complaints.warn(logging.getLogger("a server"), "refused: 100 %s")
+    assert caplog.messages == ["refused: 100 %s"]
+
+
 def test_a_traceback_of_a_library_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
     library = logging.getLogger("a library")
     quiet = OneLine(Complaints())

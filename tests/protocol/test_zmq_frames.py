@@ -35,6 +35,22 @@ def test_a_long_request_comes_in_short_frames() -> None:
     assert back.command.partition == seal.partition
 
 
+@pytest.mark.parametrize("method", [b'w\xc2"', b"Clear\n", b"x" * 81, b"a b"])
+@pytest.mark.parametrize("group", [[], [zmq_frames.GROUP, b"Clear", b""]])
+def test_other_bytes_are_no_method(group: list[bytes], method: bytes) -> None:
+    frames = [*group, method, b""]
+    with pytest.raises(InvalidRequestError, match="not a request of this protocol: it ") as caught:
+        zmq_frames.split_requests(frames)
+    assert str(caught.value).isprintable()
+    assert str(caught.value).isascii()
+    assert len(str(caught.value)) < 150
+
+
+def test_a_method_of_a_group_is_not_empty() -> None:
+    with pytest.raises(InvalidRequestError, match="it is empty"):
+        zmq_frames.split_requests([zmq_frames.GROUP, b"", b"body"])
+
+
 def test_answers_and_refusals_come_back() -> None:
     reply = zmq_frames.Reply.parse(zmq_frames.answer(7, b"body"))[0]
     assert (reply.number, reply.error, reply.good_body()) == (7, None, b"body")

@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import socket
 
 import pytest
 import zmq
@@ -20,6 +21,7 @@ from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.request_chunks import MAX_HEADER_BYTES
 from tests.logs import logged
 from tests.storage.unit_under_test import TOKEN, UNIT, WAIT_S, Peer, Unit, changed, noise, read, refused, write
+from tests.tls_hello import hello
 
 pytestmark = pytest.mark.integration
 
@@ -136,6 +138,31 @@ def test_garbage_is_dropped_and_the_server_goes_on(peer):
     assert peer.ask(b"x", call=8, write=write((0, 1)))[0].call == 8
     peer.socket.send(b"")
     assert type(refused(peer.reply())).__name__ == "ProtocolVersionError"
+
+
+def test_malformed_messages_are_one_line_in_ten_seconds(peer, caplog):
+    for _ in range(5):
+        peer.socket.send_multipart([b"\xff\x1b[2J" * 100, b"more"])
+    assert peer.ask(b"x", call=8, write=write((0, 1)))[0].call == 8
+    (line,) = [each for each in caplog.messages if "not a valid BulkRequest" in each]
+    assert line.startswith(
+        "Storage unit 7: dropped a message that is not a valid BulkRequest: it begins with b'\\xff\\x1b"
+    )
+    assert len(line) < 200
+
+
+def test_a_tls_handshake_is_named_in_the_log(unit):
+    open_unit = BulkServer(unit.arena, epoch=3, token=None, report=unit.reports.put, tcp_host="127.0.0.1")
+    open_unit.start()
+    port = int(open_unit.endpoints[1].rpartition(":")[2])
+    try:
+        with (
+            logged("dropped a message that is not a valid BulkRequest: it looks like a TLS handshake"),
+            socket.create_connection(("127.0.0.1", port)) as peer,
+        ):
+            peer.sendall(hello())
+    finally:
+        open_unit.stop()
 
 
 def test_a_request_without_a_verb_is_refused(peer):
