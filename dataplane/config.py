@@ -74,8 +74,8 @@ class DataPlaneConfig:
         a longer one while more than 500 heartbeats per second would arrive from all sessions.
     session_timeout_s: silence after which a session is closed; with longer intervals, twice the interval later.
     call_timeout_s: timeout of commands that do not wait. connect_timeout_s: timeout for connecting.
-    put_timeout_s: how long a put waits for space. The value of a service applies to clients that set none (None: use
-        the value of the service, which is 60 s by default).
+    put_timeout_s: how long a put waits for space; `float("inf")`: without a limit. The value of a
+        service applies to clients that set none (None: use the service's, 60 s by default).
     reconnect_s: how long clients of a service with a state_dir, and all storage units, wait for an unreachable service
         to return. Calls wait meanwhile, each up to its own deadline, and then raise `ServiceUnavailableError`.
     result_memory_bytes: memory of released results that each client keeps for its next reads.
@@ -169,10 +169,14 @@ class DataPlaneConfig:
             raise ValueError(f"{marks}: must satisfy 0 <= low <= high <= 1 and high > 0")
         if not 0 <= self.reconnect_s <= LONGEST_S:
             raise ValueError(f"reconnect_s={self.reconnect_s}: must be 0 or more, and at most {LONGEST_S:,} s")
-        for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
+        for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s"):
             duration_s = getattr(self, name)
-            if duration_s is not None and not 0 < duration_s <= LONGEST_S:
+            if not 0 < duration_s <= LONGEST_S:
                 raise ValueError(f"{name}={duration_s}: must be positive, and at most {LONGEST_S:,} s")
+        # This form also rejects NaN.
+        if self.put_timeout_s is not None and not self.put_timeout_s > 0:
+            expected = "must be positive, infinity for no timeout, or None for the service's"
+            raise ValueError(f"put_timeout_s={self.put_timeout_s}: {expected}")
         files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):

@@ -11,7 +11,7 @@ import typer
 import dataplane
 from dataplane.cli.completion import units
 from dataplane.cli.flags import Json, TargetFlags
-from dataplane.cli.formatting import counted, duration, readable, shown
+from dataplane.cli.formatting import counted, readable, shown, time_limit
 from dataplane.cli.output import print_either
 from dataplane.cli.session import ask, session, unit_stats
 from dataplane.errors import DrainError
@@ -33,7 +33,12 @@ def drain(
     ],
     timeout: Annotated[
         float,
-        typer.Option("--timeout", parser=duration, metavar="SECONDS", help="Time limit (seconds)."),
+        typer.Option(
+            "--timeout",
+            parser=time_limit,
+            metavar="SECONDS",
+            help="Time limit (seconds; inf: none).",
+        ),
     ] = 600.0,
     drop: Annotated[bool, typer.Option("--drop", help="Then remove it from the service, as `tq drop` does.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Allow new rows on it again, and move nothing.")] = False,

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from dataplane.config import GIB, MIB
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout, seconds
 
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": GIB << 10}
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
@@ -31,6 +31,15 @@ def duration(text: str) -> float:
         return seconds("it", float(text))  # the name "it" would be in the error's text, which is replaced below
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a duration; write a number of seconds, 0 or more") from None
+
+
+def time_limit(text: str) -> float:
+    """Parse a time limit in seconds, e.g. "30"; "inf" for none."""
+    try:
+        return as_timeout("it", float(text))  # as in `duration`
+    except ValueError:
+        expected = 'write a number of seconds, 0 or more, or "inf" for no limit'
+        raise typer.BadParameter(f"{text!r} is not a time limit; {expected}") from None
 
 
 def readable(count: float) -> str:

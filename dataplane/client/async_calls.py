@@ -123,7 +123,7 @@ class AsyncCalls:
         batch_size: int,
         dp_rank: int | None = None,
         blocking: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         *,
         dp_world: int | None = None,
         step: int | None = None,
@@ -220,12 +220,17 @@ class AsyncCalls:
         """See `DataPlaneClient.waits`."""
         return await self.perform(partitions.waits)
 
-    async def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
+    async def shrink(self, timeout_s: float | None = 30.0) -> c.Shrunken:
         """See `DataPlaneClient.shrink`."""
         return await self.perform(partitions.shrink, timeout_s)
 
     async def drain(
-        self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
+        self,
+        unit: int,
+        timeout_s: float | None = 600.0,
+        *,
+        force: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> Drained:
         """See `DataPlaneClient.drain`."""
         return await self.perform(drain_unit.drain, unit, timeout_s, force, on_progress)

@@ -39,8 +39,9 @@ class DataPlaneClient:
     """A client of one service. It is thread-safe. A forked child opens its own session on first use. Pickling a
     client serializes its address and settings (token included); the unpickled copy connects on first use.
 
-    Every call has a deadline. Commands are limited by `config.call_timeout_s`. Puts also wait up to
-    `config.put_timeout_s` for space, and claims up to their `timeout_s`. If the service stops, calls fail at once.
+    Every call has a deadline, unless its `timeout_s` is None or infinity. Commands are limited by
+    `config.call_timeout_s`. Puts also wait up to `config.put_timeout_s` for space, and claims up to
+    their `timeout_s`. If the service stops, calls fail at once, also those without a deadline.
     If the service has a `state_dir`, calls wait up to `config.reconnect_s` for its restart instead, but no longer
     than their own deadline. Then they continue: each pending command is executed exactly once, and claims and views
     remain valid. If a service restarts without its state, every later call raises `ServiceRestartedError`, which
@@ -264,7 +265,7 @@ class DataPlaneClient:
         batch_size: int,
         dp_rank: int | None = None,
         blocking: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         *,
         dp_world: int | None = None,
         step: int | None = None,
@@ -273,10 +274,11 @@ class DataPlaneClient:
         """Claim `batch_size` samples, oldest first, for which all `required_fields` are produced and which the task
         has not claimed. Each sample goes to only one claim of a task.
 
-        Wait on the service until that many samples (or `min_batch_size`) are ready. If the partition is complete
-        and fewer samples remain, wait until all of them are ready and open leases have ended, then return the
-        remaining samples, possibly none. After `timeout_s` (finite), raise TimeoutError, which names what was
-        missing; nothing is claimed then. `blocking=False` returns the samples that are ready, possibly none.
+        Wait on the service until that many samples (or `min_batch_size`) are ready. If the
+        partition is complete and fewer samples remain, wait until all of them are ready and open
+        leases have ended, then return the remaining samples, possibly none. After `timeout_s` (None
+        or infinity: never), raise TimeoutError, which names what was missing; nothing is claimed
+        then. `blocking=False` returns the samples that are ready, possibly none.
 
         options: see `ClaimOptions`. An unknown partition or task raises KeyError immediately.
 
@@ -423,7 +425,7 @@ class DataPlaneClient:
         deadline."""
         return self.perform(partitions.waits)
 
-    def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
+    def shrink(self, timeout_s: float | None = 30.0) -> c.Shrunken:
         """Return the memory of every storage unit above its highest used byte to the operating system, in whole
         pages. Rows and free space below stay; the next puts grow the units again. Colocated trainers call it
         between phases. Return when all units have responded, after `timeout_s` at the latest. `given_bytes` of the
@@ -432,7 +434,12 @@ class DataPlaneClient:
         return self.perform(partitions.shrink, timeout_s)
 
     def drain(
-        self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
+        self,
+        unit: int,
+        timeout_s: float | None = 600.0,
+        *,
+        force: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> Drained:
         """Empty a storage unit: the service places no new rows there, and existing rows move to other units while
         clients continue. Metas, claims, tags and versions stay valid, and shared rows stay shared; readers finish

@@ -15,6 +15,7 @@ from dataplane.client.preallocated import PreallocatedBuffer
 from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.durations import as_timeout
 from dataplane.core.turns import Turns
 from dataplane.core.types import FieldSpec
 from dataplane.data.columns import from_pool
@@ -217,7 +218,9 @@ class SessionState:
     ) -> None:
         self.config = config
         self.joins_puts = joins_puts
-        self.put_timeout_s = put_timeout_s if config.put_timeout_s is None else config.put_timeout_s
+        if config.put_timeout_s is not None:
+            put_timeout_s = config.put_timeout_s
+        self.put_timeout_s = as_timeout("put_timeout_s", put_timeout_s)
         self.session = session
         self.durable = durable
         self.schemas = Schemas()

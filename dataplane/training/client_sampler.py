@@ -57,7 +57,7 @@ class ClientSampler(ABC):
         and `claim` raises the error.
         """
 
-    def claim(self, batch_size: int, timeout_s: float = 60.0) -> KVBatchMeta:
+    def claim(self, batch_size: int, timeout_s: float | None = 60.0) -> KVBatchMeta:
         """Wait until `batch_size` samples are ready (or `min_batch_size`, if set in the options), and return those
         that `select` keeps. Return an empty meta if no samples are left to claim. Raise as `claim_meta`."""
         # The claim waits for `batch_size` samples (the options may set another number), and takes up to `pool_size` if

@@ -19,7 +19,7 @@ from dataplane.client.client import DataPlaneClient
 from dataplane.client.operations.claim import ClaimOptions, convert_options
 from dataplane.client.operations.sample_names import name_tuple
 from dataplane.core import devices
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.core.failpoints import hit
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
@@ -79,9 +79,10 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
 
     client: stays open; the prefetch thread uses it. fields: the columns to read. required_fields: fields that samples
     must have (default: `fields`). timeout_s: how long to wait for a micro-batch before a TimeoutError that names
-    what is missing; iterating again resumes the wait. prefetch: number of micro-batches that a thread fetches in
-    advance; with 0, each is claimed on request. num_workers: must be 0; the prefetch thread reads in parallel with
-    the trainer and releases the GIL while it waits and copies.
+    what is missing (None or infinity: without a limit); iterating again resumes the wait.
+    prefetch: number of micro-batches that a thread fetches in advance; with 0, each is claimed on
+    request. num_workers: must be 0; the prefetch thread reads in parallel with the trainer and
+    releases the GIL while it waits and copies.
 
     layout, pad_value_dict: see `materialize`. Padded per-token columns have the length of the longest sample of the
     micro-batch (by the tag `input_lengths`, else each by its longest row), rounded up to `pad_to_multiple`. device:
@@ -107,7 +108,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         *,
         batch_size: int,
         required_fields: Sequence[str] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         prefetch: int = 2,
         num_workers: int = 0,
         layout: Layout = "padded",
@@ -126,7 +127,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
             raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected >= 1, >= 0 and >= 1")
         if (dp_world is not None) != (dp_rank is not None):
             raise ValueError(f"{dp_rank=}, {dp_world=}: pass both or neither")
-        timeout_s = seconds("timeout_s", timeout_s)
+        timeout_s = as_timeout("timeout_s", timeout_s)
         lease_s = convert_options(ClaimOptions, options).get("lease_s")
         fields = name_tuple("fields", fields)
         required = fields if required_fields is None else name_tuple("required_fields", required_fields)

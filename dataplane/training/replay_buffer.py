@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dataplane.client.client import DataPlaneClient
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.data.conditions import Where, conditions_of
 from dataplane.data.meta import KVBatchMeta
@@ -106,11 +106,11 @@ class ReplayBuffer:
 
     # --- producers
 
-    def reserve(self, count: int, timeout_s: float = 60.0) -> Reservation:
-        """Reserve the production of `count` samples. Wait until the policy admits them; after `timeout_s`, raise
-        `CallTimeoutError` (a TimeoutError) with the current counts. Raise ValueError for a count that the policy
-        can never admit."""
-        timeout_s = seconds("timeout_s", timeout_s)
+    def reserve(self, count: int, timeout_s: float | None = 60.0) -> Reservation:
+        """Reserve the production of `count` samples. Wait until the policy admits them; after
+        `timeout_s` (None: never), raise `CallTimeoutError` (a TimeoutError) with the current
+        counts. Raise ValueError for a count that the policy can never admit."""
+        timeout_s = as_timeout("timeout_s", timeout_s)
         # What the policy admits at most, when nothing is consumed, stored or running: the samples of these steps.
         most = (self.policy.window + 1) * self.policy.batch_size
         if not 1 <= count <= most or count % (self._group_size or 1):
@@ -261,10 +261,10 @@ class ReplayBuffer:
 
     # --- the trainer
 
-    def take(self, timeout_s: float = 60.0) -> KVBatchMeta:
-        """Return the batch of the next step, selected by the policy. Wait on the service; after `timeout_s`, raise
-        TimeoutError naming what is missing, without taking any sample."""
-        deadline = time.monotonic() + seconds("timeout_s", timeout_s)
+    def take(self, timeout_s: float | None = 60.0) -> KVBatchMeta:
+        """Return the batch of the next step, selected by the policy. Wait on the service; after
+        `timeout_s` (None: never), raise TimeoutError naming what is missing, and take nothing."""
+        deadline = time.monotonic() + as_timeout("timeout_s", timeout_s)
         conditions = self.policy.claims(self._version)  # in order of preference; one claim for each
         parts: list[KVBatchMeta] = []
         missing = self.policy.batch_size

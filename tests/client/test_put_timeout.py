@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +39,10 @@ def awaiting(address: str, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("put", [blocking, awaiting])
-@pytest.mark.parametrize(("settings", "expected"), [({}, 300.0), ({"put_timeout_s": 200.0}, 200.0)])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 300.0), ({"put_timeout_s": 200.0}, 200.0), ({"put_timeout_s": math.inf}, math.inf)],
+)
 def test_the_service_says_unless_the_client_does(
     server: Server, put: Callable[..., None], settings: dict[str, float], expected: float
 ) -> None:

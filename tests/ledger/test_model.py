@@ -6,6 +6,7 @@ served.
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from dataplane.core.durations import LONGEST_S
 from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands import (
     Abort,
@@ -212,7 +214,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
             batch_size=2 * size if extra == "group" else size,
             min_batch_size=None if least is None or extra == "group" else min(least, size),
             blocking=blocking,
-            timeout_s=5.05,
+            timeout_s=data.draw(st.sampled_from([5.05, LONGEST_S, math.inf])),
             where=where,
             group_size=2 if extra == "group" else None,
             order=order,

@@ -435,8 +435,8 @@ class Pump:
             if entry is None:  # it was answered
                 continue
             if now < entry.until:
-                waited_s, left_s = now - entry.begun, entry.until - now
-                log.warning("%s: waiting for %.0f s, at most %.0f s more", entry.what, waited_s, left_s)
+                left = waiting.remaining(entry.until - now)
+                log.warning("%s: waiting for %.0f s, %s", entry.what, now - entry.begun, left)
                 self._set_timer(number, min(entry.until, now + waiting.LOG_EVERY_S))
             elif entry.cancelled:  # the broker has not answered the Cancel
                 self._check_silence(number, until=now, silent_s=GRACE_S, now=now, error=StreamSilentError())

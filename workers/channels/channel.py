@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from workers.channels import wire
 from workers.channels.answers import error_of
 from workers.channels.connection import acknowledgement_of
@@ -37,6 +37,7 @@ from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.async_work import AsyncWork
 from workers.transport.poll_thread import refuse_waiting
 from workers.transport.stream import StreamSilentError
+from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout, timeout_or
 
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0
@@ -49,8 +50,9 @@ class Channel:
     """A named set of queues, one for each key, first in first out. Thread-safe. Handles can be sent to other workers.
 
     `maxsize` bounds each queue in items. With 0 only the memory of the node's broker bounds it, in bytes. A put waits
-    for a free place. Every wait ends at its timeout (`timeout_s`, by default the handle's, which is `TIMEOUT_S`) with
-    `ChannelTimeoutError`, and logs every 30 s what it waits for. A wait uses no processor time.
+    for a free place. A wait ends at its timeout (`timeout_s`, by default the handle's) with
+    `ChannelTimeoutError`; with None or infinity only when the call succeeds or the channel ends or
+    is lost. It logs every 30 s what it waits for, and uses no processor time.
 
     An item belongs to the getter once it has arrived in the getter's process (and, if the broker is on another host,
     once the broker has confirmed that). If that process dies earlier, the next getter receives the item. Any Python
@@ -67,17 +69,17 @@ class Channel:
     ValueError.
 
     Every call may raise `ChannelLostError` if the broker's process died, `ChannelClosedError` after `disconnect`, and
-    ValueError for an infinite timeout.
+    ValueError for a negative timeout.
 
     `_links`: one for each part, in the order of `settings.nodes`; `_routes`: finds the link of a key.
     """
 
     def __init__(
-        self, settings: ChannelSettings, *, node_rank: int | None = None, timeout_s: float = TIMEOUT_S
+        self, settings: ChannelSettings, *, node_rank: int | None = None, timeout_s: float | None = TIMEOUT_S
     ) -> None:
         """Use `create` or `connect` instead."""
         self._settings = settings
-        self._timeout_s = seconds("timeout_s", timeout_s)
+        self._timeout_s = as_timeout("timeout_s", timeout_s)
         self._node_rank = node_rank_here() if node_rank is None else node_rank
         self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints]
         if not self._links:
@@ -100,7 +102,7 @@ class Channel:
         directory: DirectoryClient | None = None,
         here: int | None = None,
         nodes: int | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = TIMEOUT_S,
     ) -> Channel:
         """Return a new channel, or the existing channel of that name if it has the same settings.
         `ChannelSettingsError` if the existing channel has other settings, `ChannelLostError` if some of its brokers
@@ -146,7 +148,7 @@ class Channel:
         directory: DirectoryClient | None = None,
         here: int | None = None,
         wait_s: float = 0.0,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = TIMEOUT_S,
     ) -> Channel:
         """Return the channel of that name. Blocks for up to `wait_s` until it exists. Raises `NameNotFoundError`
         after that, `WorkerLostError` if the channel was closed, `ChannelLostError` if all of its brokers are lost."""
@@ -186,7 +188,7 @@ class Channel:
         key: Any = DEFAULT_KEY,
         async_op: bool = False,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Put `item` at the end of the queue of `key`, and return when it is stored. weight: what the item counts in
         `get_batch`. If the broker has no memory for the item, the put waits; later puts under the same key stay
@@ -210,7 +212,7 @@ class Channel:
         packed, request, link = self._prepare_put(item, weight, key, nowait=True, what=what)
         self._check_put(link.put(request, packed, what, self._deadline(ASK_S)), key)
 
-    def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: float | None = None) -> Any:
+    def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: Timeout = DEFAULT_TIMEOUT) -> Any:
         """Return the first item of the key's queue; blocks until there is one. `EndOfChannelError` once the channel
         is closed and the queue is empty."""
         return self._get("get", key, None, async_op, timeout_s, lambda answer: self._take_items(answer, key)[0])
@@ -227,7 +229,7 @@ class Channel:
         key: Any = DEFAULT_KEY,
         async_op: bool = False,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> Any:
         """Return a list of items from the front of the queue. The batch is complete when the items weigh
         `target_weight` or more (a sum of doubles, rounded once), or when the next item would exceed it. A heavier
@@ -330,7 +332,7 @@ class Channel:
         key: Any,
         target: float | None,
         async_op: bool,
-        timeout_s: float | None,
+        timeout_s: Timeout,
         finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
         """Get one item, or with `target` a batch. Return what `finish` makes of the answer, with `async_op` the work
@@ -384,8 +386,8 @@ class Channel:
         what = f"{verb} of channel {self.name!r}"
         return what if key is DEFAULT_KEY else f"{what}, key {key!r}"
 
-    def _deadline(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s))
+    def _deadline(self, timeout_s: Timeout) -> float:
+        return time.monotonic() + timeout_or(self._timeout_s, timeout_s)
 
     def __repr__(self) -> str:
         where = "local" if self.is_local else str(self._settings)

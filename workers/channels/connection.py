@@ -270,7 +270,8 @@ class BrokerConnection:
                 if now >= until:
                     message = self._cancel(number)
                     break
-                log.warning("%s: waiting for %.0f s, at most %.0f s more", what, now - begun, until - now)
+                left = waiting.remaining(until - now)
+                log.warning("%s: waiting for %.0f s, %s", what, now - begun, left)
         answer = self.receive_answer(message, time.monotonic() + GRACE_S, self._settle)
         if isinstance(answer, wire.Cancelled):
             raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)

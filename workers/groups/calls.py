@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
-from dataplane.core.durations import seconds_if_any
+from dataplane.core.durations import as_timeout
 from workers.errors import CallWaitTimeoutError, WorkerLostError
 from workers.groups.futures import Called, GroupFuture, cause_of, with_note
 from workers.transport.waiting import LoggedWait
@@ -48,14 +48,16 @@ class Handle(Generic[T]):
         """Return the result or raise the error of the operation. Blocks until it is done, or for `timeout` seconds;
         then `CallWaitTimeoutError`, while the operation continues. A log line every `waiting.LOG_EVERY_S` names the
         operation."""
-        future, wait = self._future(), LoggedWait(seconds_if_any("timeout", timeout))
+        future = self._future()
+        wait = LoggedWait(as_timeout("timeout", timeout))
         while not futures.wait([future], wait.step_s()).done:
             self._raise_if_over(wait)
         return future.result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """`wait` for async code. The event loop is woken when the operation is done."""
-        future, wait = asyncio.wrap_future(self._future()), LoggedWait(seconds_if_any("timeout", timeout))
+        future = asyncio.wrap_future(self._future())
+        wait = LoggedWait(as_timeout("timeout", timeout))
         done, _ = await asyncio.wait([future], timeout=wait.step_s())
         while not done:
             self._raise_if_over(wait)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.core.file_locks import HeldFile
 from dataplane.core.private_dir import in_own_directory
 from workers.errors import DeviceLockTimeoutError
@@ -43,10 +43,10 @@ class DeviceLock:
         self._count = 0  # the calls of `acquire` minus those of `release`
         self._held: list[tuple[Path, HeldFile]] = []  # one locked file per accelerator
 
-    def acquire(self, timeout_s: float = TIMEOUT_S) -> None:
+    def acquire(self, timeout_s: float | None = TIMEOUT_S) -> None:
         """Block until the worker holds the lock. `DeviceLockTimeoutError`, which names a current holder, after
         `timeout_s`."""
-        wait = LoggedWait(seconds("timeout_s", timeout_s))  # for all accelerators together
+        wait = LoggedWait(as_timeout("timeout_s", timeout_s))  # for all accelerators together
         with self._guard:
             if not self._count:
                 try:

@@ -16,7 +16,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayError, RayTaskError
 
-from dataplane.core.durations import seconds_if_any
+from dataplane.core.durations import as_timeout
 from workers.errors import CallWaitTimeoutError
 from workers.transport.waiting import LoggedWait
 
@@ -61,7 +61,7 @@ class GroupFuture:
         names the pending workers. `CallWaitTimeoutError`, which names them too, once `timeout` seconds have passed
         and no further result is ready.
         """
-        wait = LoggedWait(seconds_if_any("timeout", timeout), self._log_level)
+        wait = LoggedWait(as_timeout("timeout", timeout), self._log_level)
         results: list[Any] = [None] * len(self._calls)
         items: dict[int, list[Any]] = {}  # the items of each generator so far, by the index of its call
         index_of = {call.reference: index for index, call in enumerate(self._calls)}
@@ -248,7 +248,8 @@ class MultiWorkerFuture:
             for index, future in enumerate(self.futures)
             if not (return_generators_as_proxies and index in streams)
         }
-        collected = GroupFuture("a call on ", list(calls.values())).collect(seconds_if_any("timeout_s", timeout_s))
+        timeout_s = as_timeout("timeout_s", timeout_s)
+        collected = GroupFuture("a call on ", list(calls.values())).collect(timeout_s)
         values = dict(zip(calls, collected, strict=True))
         results: list[Any] = []
         for index in returned:

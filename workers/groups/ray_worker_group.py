@@ -10,7 +10,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from dataplane.core.durations import seconds_if_any
+from dataplane.core.durations import as_timeout
 from workers.groups.futures import MultiWorkerFuture
 from workers.groups.ray_worker_builder import RayWorkerBuilder
 from workers.groups.start_workers import WorkerPlan, start_workers
@@ -133,7 +133,7 @@ class RayWorkerGroup:
         cleanup_method: called on every worker first, unless `force`, and awaited for up to `timeout` seconds (None:
         no limit). The workers are killed after that, even if a cleanup failed.
         """
-        timeout = seconds_if_any("timeout", timeout)
+        timeout = as_timeout("timeout", timeout)
         names = [entry["name"] for entry in self._metadata]
         workers = dict(zip(names, self._workers, strict=True))
         # Before the cleanup: from now on calls of the group raise.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dataplane.core.durations import as_timeout
 from workers.directory import DirectoryClient
 from workers.directory.address import WorkerAddress
 from workers.directory.registry import WORLD_SIZE
@@ -89,12 +90,12 @@ class AsyncRouteWork:
     def wait(self, timeout: float | None = None) -> Any:
         """Return the result, or raise the first error of a part. `MessageTimeoutError` after `timeout` seconds,
         while the parts continue."""
-        until = None if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + as_timeout("timeout", timeout)
         return self._finalize_once([work.wait(_remaining_s(until)) for work in self._works])
 
     async def async_wait(self, timeout: float | None = None) -> Any:
         """`wait` for async code. The event loop is woken when each part is done."""
-        until = None if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + as_timeout("timeout", timeout)
         return self._finalize_once([await work.async_wait(_remaining_s(until)) for work in self._works])
 
     def _finalize_once(self, results: list[Any]) -> Any:
@@ -105,8 +106,8 @@ class AsyncRouteWork:
             return self._result[0]
 
 
-def _remaining_s(until: float | None) -> float | None:
-    return None if until is None else max(until - time.monotonic(), 0.0)
+def _remaining_s(until: float) -> float:
+    return max(until - time.monotonic(), 0.0)
 
 
 def group_world_size(directory: DirectoryClient, group_name: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import ObjectRef
 
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from workers.groups.ray_worker_builder import RayWorkerBuilder, log_overrides
 from workers.groups.started_group import START_TIMEOUT_S, StartedGroup, results_of
 from workers.groups.virtual_cluster import Bundle, Endpoint, RayVirtualCluster
@@ -36,7 +36,7 @@ def start_workers(
     *,
     name_prefix: str = "",
     env_vars: Mapping[str, str] | None = None,
-    timeout_s: float = START_TIMEOUT_S,
+    timeout_s: float | None = START_TIMEOUT_S,
 ) -> tuple[StartedGroup, list[WorkerPlan], list[Endpoint]]:
     """Start a worker on every bundle of `groups`, with ranks in their order. Return the actors, and plan and
     endpoint of each.
@@ -49,7 +49,7 @@ def start_workers(
     the allowed number of workers already. After any error no worker, initializer or port of the group remains, nor a
     placement group that did not exist before.
     """
-    timeout_s = seconds("timeout_s", timeout_s)
+    timeout_s = as_timeout("timeout_s", timeout_s)
     started = StartedGroup()
     were_reserved = cluster.join(started)
     # Bundles that were reserved only for a group that failed to start are released.

@@ -29,6 +29,7 @@ from workers.groups.worker_group import WorkerGroup
 from workers.messages import AsyncWork, CollectiveGroupOptions, Messenger, participants
 from workers.messages.broadcast_members import Ranks
 from workers.placement.ports import HIGHEST, PortKeeper
+from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout
 
 LOG_LEVEL_VARIABLE = "RLINF_LOG_LEVEL"
 _HOST_VARIABLE = "TQ_HOST"
@@ -67,7 +68,8 @@ class Worker:
 
     `Worker.current_worker` is the worker of this process and `Worker.logger` its logger. `torch_platform`
     (such as torch.cuda or torch.npu) and `torch_device_type` ("cuda", "npu", "xpu") are None without an accelerator.
-    Message methods raise the errors of `workers.messages.Messenger`.
+    Message methods raise the errors of `workers.messages.Messenger`. With `timeout_s=None` they
+    have no timeout.
 
     `_messenger` sends and receives the messages. `_directory` finds groups, workers and channels of the job by name.
     `_ports` holds the ports of `acquire_free_port`. All three belong to this worker until `_close`.
@@ -146,7 +148,7 @@ class Worker:
         options: CollectiveGroupOptions | None = None,
         piggyback_payload: Any = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Send any Python object to the worker of that rank or rank path, which receives it with `recv`. The values
         sent are those at the time of the call. With a `piggyback_payload` other than None the receiver gets a pair.
@@ -163,7 +165,7 @@ class Worker:
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> Any:
         """Return the next object that the worker of that rank or rank path sends with `send`. If it was sent with a
         payload, return a pair `(object, payload)` of type `WithPayload`. With `async_op` return a handle, whose
@@ -179,7 +181,7 @@ class Worker:
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Send one tensor, which the worker of that rank receives with `recv_tensor`. See `Messenger.send_tensor`."""
         dst = WorkerAddress(dst_group_name, dst_rank)
@@ -193,7 +195,7 @@ class Worker:
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Write the tensor that the worker of that rank sends with `send_tensor` into `tensor`, of the same shape
         and dtype. See `Messenger.recv_tensor`."""
@@ -208,7 +210,7 @@ class Worker:
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> Any:
         """Return the `object` of `src` on every worker of `groups`. All of these workers call this with the same
         `groups` and `src`. See `Messenger.broadcast`.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from dataplane.core.durations import seconds_if_any
+from dataplane.core.durations import as_timeout
 from workers.errors import MessageTimeoutError
 from workers.transport import waiting
 from workers.transport.poll_thread import refuse_waiting
@@ -56,7 +56,7 @@ class AsyncWork(Generic[T]):
         """Return the result, or raise the operation's error. Blocks until it is done. Raises `MessageTimeoutError`
         after `timeout` seconds; the operation then continues (a receive: while this handle exists). RuntimeError if
         this would block in a function given to `then`."""
-        timeout = seconds_if_any("timeout", timeout)
+        timeout = as_timeout("timeout", timeout)
         self._wait_for(self._future, timeout)
         # Settling needs an answer of the broker. A function given to `then` must not wait for it: RuntimeError there.
         if self._settled is None and self._settle_function() is not None:
@@ -78,7 +78,7 @@ class AsyncWork(Generic[T]):
         """Like `wait`, without blocking the event loop. Cancelling it cancels the wait, not the operation. It cannot
         be cancelled while the broker of a channel on another host confirms the receipt of an item: this returns the
         item, and the task is cancelled at its next await."""
-        timeout = seconds_if_any("timeout", timeout)
+        timeout = as_timeout("timeout", timeout)
         wait = waiting.LoggedWait(timeout)
         woken = _woken_by(self._future)
         while not self._future.done():

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dataplane.core import devices
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.address import WorkerAddress
@@ -60,6 +60,7 @@ from workers.messages.snapshots import Snapshots, ValueSnapshot, half_of_memory
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
 from workers.transport import pickling
 from workers.transport.pickling import Packed
+from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout, timeout_or
 
 TIMEOUT_S = 1800.0
 """Default timeout of an operation."""
@@ -81,21 +82,25 @@ class Messenger:
     """The messages of one worker. Thread-safe. Operations of one worker on one peer are matched in the order of
     calls.
 
-    address: of this worker, which is registered in the directory until `close`; host: the address at which the other
-    workers of the job reach this host; facts: for the directory entry; timeout_s: default timeout of operations,
-    finite; backlog_bytes: limit of the bytes that are sent and not yet received (each message counts `MESSAGE_BYTES`
-    for itself and for each receiver, besides its values) or are forwarded for other broadcasts, half of the host's
-    memory if None; shared_memory: whether receivers on this host may map this worker's memory; collectives: which
-    tensors travel by the collectives of their device, see `Road`. `NameInUseError` if another process is registered
-    under the address; `OpenFilesError`; ValueError for an unknown mode of collectives.
+    address: of this worker, which is registered in the directory until `close`; host: the address
+    at which the other workers of the job reach this host; facts: for the directory entry;
+    timeout_s: default timeout of operations; backlog_bytes: limit of the bytes that are sent and
+    not yet received (each message counts `MESSAGE_BYTES` for itself and for each receiver, besides
+    its values) or are forwarded for other broadcasts, half of the host's memory if None;
+    shared_memory: whether receivers on this host may map this worker's memory; collectives: which
+    tensors travel by the collectives of their device, see `Road`. `NameInUseError` if another
+    process is registered under the address; `OpenFilesError`; ValueError for an unknown mode of
+    collectives.
 
-    Operations raise these errors, from the call or from the `wait` of their work. `MessageTimeoutError` or
-    `NameNotFoundError`: the timeout passed. `WorkerLostError`, which names the peer: within seconds after the peer
-    died or its group ended, also before first contact. Messages that arrived completely before can still be received;
-    each incomplete one raises this error in its place. `MessageMismatchError`, `GroupOptionsError`: on both ends.
-    `NotSerializableError`, `MessageBacklogError`, `MessengerClosedError`. ValueError or TypeError: invalid arguments,
-    such as an infinite timeout. After any of them the pair is unchanged, except after a send that timed out: its
-    message may still arrive and be received.
+    An operation with `timeout_s=None` or infinity has no timeout: it ends by a result or another
+    error. Operations raise these errors, from the call or from the `wait` of their work.
+    `MessageTimeoutError` or `NameNotFoundError`: the timeout passed. `WorkerLostError`, which names
+    the peer: within seconds after the peer died or its group ended, also before first contact.
+    Messages that arrived completely before can still be received; each incomplete one raises this
+    error in its place. `MessageMismatchError`, `GroupOptionsError`: on both ends.
+    `NotSerializableError`, `MessageBacklogError`, `MessengerClosedError`. ValueError or TypeError:
+    invalid arguments, such as a negative timeout. After any of them the pair is unchanged, except
+    after a send that timed out: its message may still arrive and be received.
 
     If a worker was paused until the directory declared it lost (and informed its peers), its pending operations raise
     `WorkerLostError` with this worker's name when it resumes; later operations work, under a new incarnation.
@@ -114,14 +119,14 @@ class Messenger:
         *,
         host: str = "127.0.0.1",
         facts: Facts | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = TIMEOUT_S,
         backlog_bytes: int | None = None,
         shared_memory: bool = True,
         collectives: str = AUTO,
     ) -> None:
         allow_more()  # open files: raises this process's limit
         self.address = address
-        self.timeout_s = seconds("timeout_s", timeout_s)
+        self.timeout_s = as_timeout("timeout_s", timeout_s)
         self._directory = directory
         self._name = address.get_name()
         self._closed = False
@@ -155,7 +160,7 @@ class Messenger:
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
         piggyback_payload: Any = None,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Send any Python object to `dst`, which receives it with `recv`. The values are copied during the call;
         later writes do not affect the message. Tensors arrive without autograd history, those of a GPU on the
@@ -178,7 +183,7 @@ class Messenger:
         *,
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> Any:
         """Return the next object that `src` sends with `send`, or a `WithPayload` if a payload is attached. Blocks
         until it arrives, unless `async_op`: then the work's result is the object. If the work is garbage-collected
@@ -194,7 +199,7 @@ class Messenger:
         *,
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Send one tensor, of any strides, for the `recv_tensor` of `dst`. Otherwise like `send`."""
         self._check_arguments(options, timeout_s, dst)
@@ -209,7 +214,7 @@ class Messenger:
         *,
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> AsyncWork[None] | None:
         """Write the next tensor that `src` sends with `send_tensor` into `tensor`, which has the same shape and
         dtype, on any device, with any strides for which its elements do not overlap. Blocks until it arrives, unless
@@ -233,7 +238,7 @@ class Messenger:
         *,
         async_op: bool = False,
         options: CollectiveGroupOptions | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> Any:
         """Return the `object` of `src` (the first of `workers`, if None) on all `workers`; the objects of the others
         are ignored. Every one of these workers has to call this, with the same `workers` and `src`, in the same order
@@ -286,7 +291,7 @@ class Messenger:
         others: list[WorkerAddress],
         stream: bytes,
         options: CollectiveGroupOptions | None,
-        timeout_s: float | None,
+        timeout_s: Timeout,
         async_op: bool,
     ) -> Any:
         """Send `object` to `others`, and return it, or with `async_op` the work for it. If it cannot be sent, raise the
@@ -318,7 +323,7 @@ class Messenger:
         else:
             # Invalid options may be the reason of the fault.
             options = options if isinstance(options, CollectiveGroupOptions) else None
-            self._submit_sends(nothing, others, stream, options, timeout_s=None)
+            self._submit_sends(nothing, others, stream, options, DEFAULT_TIMEOUT)
 
     # --- close ----------------------------------------------------------------------------------------------------
 
@@ -346,16 +351,13 @@ class Messenger:
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    def _timeout_or_default(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-
-    def _check_arguments(self, options: object, timeout_s: float | None, *peers: WorkerAddress) -> None:
+    def _check_arguments(self, options: object, timeout_s: Timeout, *peers: WorkerAddress) -> None:
         """Check the arguments of an operation before it begins, and raise the late error of an earlier operation with
         one of `peers`. `MessengerClosedError` after `close`."""
         if self._closed:
             raise MessengerClosedError(worker=self._name)
         checked(options)
-        self._timeout_or_default(timeout_s)  # raises for an invalid timeout
+        timeout_or(self.timeout_s, timeout_s)  # raises for an invalid timeout
         for peer in peers:
             if not peer.rank_path:
                 raise ValueError(
@@ -372,7 +374,7 @@ class Messenger:
         packed: Packed,
         dst: WorkerAddress,
         options: CollectiveGroupOptions | None,
-        timeout_s: float | None,
+        timeout_s: Timeout,
         async_op: bool,
     ) -> AsyncWork[None] | None:
         """Send to one worker. Return the work with `async_op`, otherwise wait for it."""
@@ -389,11 +391,11 @@ class Messenger:
         receivers: Sequence[WorkerAddress],
         stream: bytes,
         options: CollectiveGroupOptions | None,
-        timeout_s: float | None,
+        timeout_s: Timeout,
     ) -> list[AsyncWork[None]]:
         """Pass one message for each receiver to the I/O thread. Return their works, in the order of `receivers`."""
         now = time.monotonic()
-        deadline = now + self._timeout_or_default(timeout_s)
+        deadline = now + timeout_or(self.timeout_s, timeout_s)
         verb = "broadcast" if stream else "send"
         sendings = [
             Sending(
@@ -416,7 +418,7 @@ class Messenger:
         stream: bytes,
         form: ObjectForm | TensorForm,
         options: CollectiveGroupOptions | None,
-        timeout_s: float | None,
+        timeout_s: Timeout,
         async_op: bool,
         what: str,
         finish: Callable[[Delivery], Any],
@@ -436,7 +438,7 @@ class Messenger:
             eager=async_op,
             what=what,
             begun=now,
-            deadline=now + self._timeout_or_default(timeout_s),
+            deadline=now + timeout_or(self.timeout_s, timeout_s),
         )
         self._io_thread.submit_recv(posting)
         work_class: type[AsyncWork[Any]] = AsyncWork if target is None else TensorWork

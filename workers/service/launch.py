@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from workers.service.actors import RETRY_S, ControllerActor
 from workers.service.nodes import Nodes, Storage, capacity_of_each, check_storage, node_selector
 from workers.service.plan import ServicePlan, ServiceStartError, supervisor_name
@@ -39,7 +39,7 @@ def launch_service(
     capacity_per_node: int | None = None,
     nodes: Nodes | None = None,
     detached: bool = False,
-    timeout_s: float = START_TIMEOUT_S,
+    timeout_s: float | None = START_TIMEOUT_S,
     **settings: Any,
 ) -> LaunchedService:
     """Start a service in the Ray cluster that this process is connected to. Its controller is the actor `name` in this
@@ -67,7 +67,7 @@ def launch_service(
     address is set. TypeError for unknown settings. The remaining actors of a service of that name whose controller has
     ended are ended first.
     """
-    timeout_s = seconds("timeout_s", timeout_s)
+    timeout_s = as_timeout("timeout_s", timeout_s)
     _check_name(name)
     merged = _merge_settings(config, settings)
     check_storage(storage, merged.units)

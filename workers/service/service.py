@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 import dataplane
 from dataplane.config import DataPlaneConfig
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.errors import ServiceUnavailableError
 from workers.service.plan import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name
 from workers.service.queries import living_actor, unit_actors
@@ -103,15 +103,15 @@ class LaunchedService:
         found: list[ServiceNode] = self._ask("nodes")
         return found
 
-    def add_node(self, node: str, *, timeout_s: float = 60.0) -> list[str]:
+    def add_node(self, node: str, *, timeout_s: float | None = 60.0) -> list[str]:
         """Start the storage units of the node with this id, even if `storage` and `nodes` exclude it. Return the names
         of the units once they serve. ValueError for an unknown node, `ServiceStartError` if a unit does not start in
         time."""
-        timeout_s = seconds("timeout_s", timeout_s)
+        timeout_s = as_timeout("timeout_s", timeout_s)
         names: list[str] = self._ask("add_node", node, timeout_s, within_s=timeout_s)
         return names
 
-    def drain_node(self, node: str, *, timeout_s: float = 300.0) -> None:
+    def drain_node(self, node: str, *, timeout_s: float | None = 300.0) -> None:
         """Move every row from the storage units of this node to other units, then end these units. The node gets no
         units until `add_node`. Clients keep running; only the location of the bytes changes.
 
@@ -119,7 +119,7 @@ class LaunchedService:
         still uses the rows, the units stay in service and the error names the reason. ValueError for a node without
         storage units.
         """
-        timeout_s = seconds("timeout_s", timeout_s)
+        timeout_s = as_timeout("timeout_s", timeout_s)
         self._ask("drain_node", node, timeout_s, within_s=timeout_s)
 
     def drop_unit(self, unit: str) -> None:

@@ -23,7 +23,7 @@ from dataplane import (
     shard_meta_for_dp,
 )
 from dataplane.core.addresses import boot_id
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.core.schema import (
     ELEM_COUNTS_PER_GB,
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -124,7 +124,7 @@ class TQWorkerMixin:
 
     _dp_client: DataPlaneClient | None = None  # from `setup_data_plane` to `close_data_plane`
     _replicas: ReplicaGroup | None = None  # of the host's last process group, see `_current_replica_group`
-    fetch_timeout_s: float = FETCH_TIMEOUT_S
+    fetch_timeout_s: float | None = FETCH_TIMEOUT_S
     """Timeout of a fetch through siblings. A host that raises its client's `reconnect_s` must raise this, too."""
 
     # --- the data plane -----------------------------------------------------------------------------------------
@@ -260,7 +260,13 @@ class TQWorkerMixin:
         return self._replicas if self._replicas.size > 1 else None
 
     def stream(
-        self, partition_id: str, task_name: str, fields: Sequence[str], *, timeout_s: float = 60.0, **options: Any
+        self,
+        partition_id: str,
+        task_name: str,
+        fields: Sequence[str],
+        *,
+        timeout_s: float | None = 60.0,
+        **options: Any,
     ) -> StreamingDataLoader:
         """Stream micro-batches (data, meta) for this rank as they become ready. All siblings get the same: the leader
         claims and reads ahead, and broadcasts each when the ranks request it. See `StreamingDataLoader` for `options`.
@@ -269,7 +275,7 @@ class TQWorkerMixin:
         "data_parallel" (ValueError if `_local_coords` lacks it). Siblings must stream with the same arguments, and
         iterate and close in step.
         """
-        timeout_s = seconds("timeout_s", timeout_s)
+        timeout_s = as_timeout("timeout_s", timeout_s)
         dp_world = options.get("dp_world")
         if dp_world is not None and "dp_rank" not in options:
             coords = self._local_coords()
@@ -283,12 +289,13 @@ class TQWorkerMixin:
         shared = None
         replicas = self._current_replica_group()
         if replicas is not None:
+            fetch_timeout_s = as_timeout("fetch_timeout_s", self.fetch_timeout_s)
             # Siblings with other arguments get another digest, so the first fetch raises on all.
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
                 ReplicaGroup(
                     replicas.group,
-                    timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s),  # claim and fetch
+                    timeout_s=timeout_s + fetch_timeout_s,  # claim and fetch
                     siblings=replicas.siblings,
                 ),
                 leads=self._is_replica_leader(),

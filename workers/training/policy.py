@@ -18,7 +18,7 @@ from dataplane import (
     shard_meta_for_dp,
     write_columns,
 )
-from dataplane.core.durations import seconds_if_any
+from dataplane.core.durations import as_timeout
 from dataplane.core.schema import (
     ELEM_COUNTS_PER_GB,
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -119,7 +119,7 @@ class TQPolicy:
         Every worker first runs `cleanup_method`, which by default detaches it from the data plane. After at most
         `timeout` seconds for its running calls and the cleanup, it is killed. An open train step is lost.
         """
-        timeout = seconds_if_any("timeout", timeout)
+        timeout = as_timeout("timeout", timeout)
         self._step_open, self._step_failed = False, None
         try:
             return self.worker_group.shutdown(cleanup_method, timeout)

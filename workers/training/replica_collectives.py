@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from dataplane import errors
 from dataplane.core import devices
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 
 _COMPLETE = "all present"
 """Value in the store if all ranks joined these connections. A rank that gave up stores its number instead."""
@@ -39,9 +39,9 @@ class ReplicaLostError(ReplicaGroupError, ConnectionError):
 class Deadline:
     """The deadline of one call, for all its collectives together. call: its name for messages."""
 
-    def __init__(self, timeout_s: float, call: str = "fetch") -> None:
-        """`timeout_s` must be finite, otherwise ValueError."""
-        self.timeout_s = seconds("timeout_s", timeout_s)
+    def __init__(self, timeout_s: float | None, call: str = "fetch") -> None:
+        """timeout_s: None or infinity for no deadline. ValueError if it is negative."""
+        self.timeout_s = as_timeout("timeout_s", timeout_s)
         self.call = call
         self._end = time.monotonic() + self.timeout_s
 

@@ -132,7 +132,13 @@ class ReplicaGroup:
     The `mine` of the private methods is this rank's own input; all ranks call them in the same order.
     """
 
-    def __init__(self, group: Any, *, timeout_s: float = FETCH_TIMEOUT_S, siblings: Siblings | None = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        *,
+        timeout_s: float | None = FETCH_TIMEOUT_S,
+        siblings: Siblings | None = None,
+    ) -> None:
         self.siblings = siblings or Siblings(group)
         self.timeout_s = timeout_s
         self._agreed: str | None = None  # the policy of the last successful call; None after a failure

@@ -8,12 +8,38 @@ import math
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+from dataplane.core.durations import UNLIMITED_S, as_timeout
 
 LOG_EVERY_S = 30.0
 """A wait is logged each time this much more of it has passed."""
 
 _log = logging.getLogger(__name__)
+
+
+class DefaultTimeout(Enum):
+    """The type of `DEFAULT_TIMEOUT`."""
+
+    OF_THE_OBJECT = "the timeout of the object whose method is called"
+
+
+DEFAULT_TIMEOUT: Final = DefaultTimeout.OF_THE_OBJECT
+"""Default of the argument `timeout_s` of methods, of which None means no timeout."""
+Timeout: TypeAlias = float | DefaultTimeout | None
+
+
+def timeout_or(default_s: float, timeout_s: Timeout) -> float:
+    """Return `default_s` for `DEFAULT_TIMEOUT`, otherwise `timeout_s` as `as_timeout` does."""
+    if timeout_s is DEFAULT_TIMEOUT:
+        return default_s
+    return as_timeout("timeout_s", timeout_s)
+
+
+def remaining(left_s: float) -> str:
+    """Return how much longer a wait lasts, for logs: "at most 20 s more", or "no timeout"."""
+    return f"at most {left_s:.0f} s more" if left_s < UNLIMITED_S else "no timeout"
 
 
 class LoggedWait:

@@ -16,7 +16,7 @@ from dataplane.client.operations.field_names import check_claim
 from dataplane.client.operations.sample_names import meta_of, name_tuple, samples_of, scalar, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import SessionState
-from dataplane.core.durations import seconds, seconds_if_any
+from dataplane.core.durations import as_timeout, seconds, seconds_if_any
 from dataplane.core.schema import DROPPED_SAMPLES
 from dataplane.data.conditions import Where, conditions_of
 from dataplane.data.meta import KVBatchMeta
@@ -118,7 +118,7 @@ def claim_command(
     dp_world: int | None = None,
     step: int | None = None,
     blocking: bool = True,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = 60.0,
     **options: Unpack[ClaimOptions],
 ) -> c.Claim:
     """Return the command of a claim, with checked options. Without `dp_world` and `step` the claim is not divided
@@ -132,7 +132,7 @@ def claim_command(
         dp_world=dp_world,
         step=step,
         blocking=blocking,
-        timeout_s=seconds("timeout_s", timeout_s),
+        timeout_s=as_timeout("timeout_s", timeout_s),
         **convert_options(ClaimOptions, options),
     )
 

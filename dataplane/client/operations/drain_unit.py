@@ -15,7 +15,7 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.session_state import SessionState
 from dataplane.core import failpoints
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.data.columns import EncodedColumn, FlatValues, checked
 from dataplane.errors import (
     CapacityTimeoutError,
@@ -104,12 +104,16 @@ class _Progress:
 
 
 def drain(
-    session_state: SessionState, unit: int, timeout_s: float, force: bool = False, on_progress: OnProgress | None = None
+    session_state: SessionState,
+    unit: int,
+    timeout_s: float | None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> Operation[Drained]:
     """Mark the unit, so that no new rows are placed on it, and move its rows until none remain. Raise `DrainError` if
     that takes longer than `timeout_s` or is impossible. force: mark the unit even if no other unit accepts new rows.
     on_progress: called after each page but the last; a page may be empty while puts are in progress."""
-    timeout_s = seconds("timeout_s", timeout_s)
+    timeout_s = as_timeout("timeout_s", timeout_s)
     yield Send(c.Drain(unit=unit, force=force))
     progress = _Progress(unit, timeout_s)
     while True:

@@ -17,7 +17,7 @@ from dataplane.client.operations.sample_names import (
 )
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.data.columns import declared_specs
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError
@@ -91,9 +91,9 @@ def stats(session_state: SessionState) -> Operation[c.StatsReport]:
     return (yield from ask(session_state, c.Stats()))
 
 
-def shrink(session_state: SessionState, timeout_s: float) -> Operation[c.Shrunken]:
+def shrink(session_state: SessionState, timeout_s: float | None) -> Operation[c.Shrunken]:
     """Return unused memory of the storage units to the operating system."""
-    return (yield from ask(session_state, c.Shrink(timeout_s=seconds("timeout_s", timeout_s))))
+    return (yield from ask(session_state, c.Shrink(timeout_s=as_timeout("timeout_s", timeout_s))))
 
 
 def ask(session_state: SessionState, command: c.Answered[R]) -> Operation[R]:

@@ -21,7 +21,7 @@ from dataplane.compat.transfer_queue import fetching, operations, reads
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
 from dataplane.compat.transfer_queue.tags import tag_columns
-from dataplane.core.durations import seconds
+from dataplane.core.durations import as_timeout
 from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.errors import (
     PartitionNotFoundError,
@@ -82,7 +82,7 @@ class DataPlaneClient:
         batch_size: int,
         dp_rank: int | None = None,
         blocking: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
     ) -> Any:
         """Claim the oldest `batch_size` samples that have the fields and that the task has not claimed. A task claims
         each sample once. `sequence_lengths` are the values of the tag `input_lengths` (0 for a sample without it); None
@@ -102,7 +102,8 @@ class DataPlaneClient:
             batch_size=int(batch_size),
             config={},  # for samplers, which this claim does not use
         )
-        ids, tags = self._performer.do(_claim, request, blocking, seconds("timeout_s", timeout_s))
+        timeout_s = as_timeout("timeout_s", timeout_s)
+        ids, tags = self._performer.do(_claim, request, blocking, timeout_s)
         has_lengths = any(INPUT_LENGTHS in tag for tag in tags)
         return self.meta_type(
             partition_id=partition_id,

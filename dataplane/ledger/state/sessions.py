@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dataplane.core.durations import UNLIMITED_S
 from dataplane.core.number_set import NumberSet
 from dataplane.errors import DataPlaneError
 from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, Samples, UnitShrunk
@@ -84,7 +86,8 @@ class Parked:
         self.session = session
         self.number = number
         self.since = since
-        self.deadline = since + timeout_s
+        # Infinite for a call without a timeout.
+        self.deadline = since + timeout_s if timeout_s < UNLIMITED_S else math.inf
 
     @property
     def key(self) -> tuple[int, int]:

@@ -11,12 +11,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from dataplane.core.durations import LONGEST_S
 from tests.alone import alone
 from tests.logs import logged
 from tests.processor import costs_little
@@ -368,14 +370,38 @@ def _use_and_end(end: str) -> None:
 
 
 @every_connection
-@pytest.mark.parametrize("timeout_s", [math.inf, math.nan, -1.0])
-def test_a_wait_without_an_end_is_refused(make: Any, timeout_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [-math.inf, math.nan, -1.0])
+def test_a_negative_timeout_is_refused(make: Any, timeout_s: float) -> None:
     channel = make()
     for operation in (channel.get, lambda **how: channel.put(1, **how), lambda **how: channel.get_batch(1, **how)):
-        with pytest.raises(ValueError, match="and finite"):
+        with pytest.raises(ValueError, match=r"timeout_s=.*: expected seconds, 0 or more, or None"):
             operation(timeout_s=timeout_s)
-    with pytest.raises(ValueError, match="and finite"):
+    with pytest.raises(ValueError, match=r"timeout_s=.*: expected seconds, 0 or more, or None"):
         make(timeout_s=timeout_s)
-    waiting = channel.get(async_op=True, timeout_s=1e18)
-    channel.put("late", timeout_s=1e18)
+
+
+@every_connection
+@pytest.mark.parametrize("timeout_s", [1e18, math.inf, None])
+def test_a_wait_without_a_timeout_lasts(make: Any, timeout_s: float | None) -> None:
+    channel = make()
+    waiting = channel.get(async_op=True, timeout_s=timeout_s)
+    channel.put("late", timeout_s=timeout_s)
     assert waiting.wait() == "late"
+    with ThreadPoolExecutor(1) as threads:
+        blocking = threads.submit(channel.get, timeout_s=timeout_s)
+        channel.put("later")
+        assert blocking.result(60) == "later"
+        blocking = threads.submit(channel.get, timeout_s=timeout_s)
+        waiting = channel.get(async_op=True, timeout_s=timeout_s)
+        channel.close()
+        for end in (blocking.result, waiting.wait):
+            with pytest.raises(EndOfChannelError):
+                end(60)
+
+
+def test_no_timeout_of_a_handle_and_of_a_call_differ(make: Any) -> None:
+    """A handle without a timeout, and a call that has one."""
+    channel = make(timeout_s=None)
+    with pytest.raises(ChannelTimeoutError):
+        channel.get(timeout_s=0.01)
+    assert pickle.loads(pickle.dumps(channel))._timeout_s == channel._timeout_s == LONGEST_S

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.integration
 A, B = address(0), address(1)
 LARGE = 20_000
 """float32 values that are not sent in line."""
-ENDLESS = [math.inf, math.nan, -1.0, 10**400]
+NO_TIMEOUTS = [math.nan, -1.0, -(10**400)]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_polls_take_waits_of_any_size(left_s: float, ms: int) -> None:
 # --- what an operation is given ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout_s", ENDLESS)
-def test_a_wait_without_an_end_is_refused_at_the_call(one_connection: Here, timeout_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", NO_TIMEOUTS)
+def test_a_negative_timeout_is_refused_at_the_call(one_connection: Here, timeout_s: float) -> None:
     (a,) = one_connection.workers(1)
     operations: list[Callable[[], Any]] = [
         lambda: a.recv(B, timeout_s=timeout_s),
@@ -66,19 +66,24 @@ def test_a_wait_without_an_end_is_refused_at_the_call(one_connection: Here, time
         lambda: one_connection.worker(B, timeout_s=timeout_s),
     ]
     for operation in operations:
-        with pytest.raises(ValueError, match="and finite"):
+        with pytest.raises(ValueError, match="or None or infinity for no timeout"):
             operation()
     with pytest.raises(TypeError, match="expected seconds as a number"):
         a.recv(B, timeout_s="long")  # type: ignore[arg-type]
 
 
-def test_a_very_long_wait_is_one(one_connection: Here) -> None:
+@pytest.mark.parametrize("timeout_s", [1e18, math.inf, None])
+def test_a_wait_may_have_no_timeout(one_connection: Here, timeout_s: float | None) -> None:
     (a,) = one_connection.workers(1)
-    waiting = a.recv(B, timeout_s=1e18, async_op=True)
+    waiting = a.recv(B, timeout_s=timeout_s, async_op=True)
     b = one_connection.worker(B)
     assert [entry.name for entry in one_connection.client().listing(Kind.WORKER)] == ["g:0", "g:1"]
-    b.send("late", A, timeout_s=1e18)
-    assert waiting.wait() == "late"
+    b.send("late", A, timeout_s=timeout_s)
+    assert waiting.wait(timeout_s) == "late"
+    lasting = one_connection.start(a.recv, B, timeout_s=timeout_s)
+    b.close()  # the end of the peer ends the wait
+    with pytest.raises(WorkerLostError, match="g:1"):
+        lasting.result(60)
 
 
 def test_options_are_checked_at_the_call(here: Here) -> None:
