@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -76,6 +76,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         # (A plain mapping does not name such columns.)
         joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
         return joined
+
+    def __missing__(self, name: object) -> NoReturn:
+        """Raise the KeyError for a column that this batch does not have."""
+        columns = ", ".join(self.data) or "none"
+        remedy = "Name it in the call that reads it (`fields=`, `train_fields=` or `select_fields=`)"
+        raise KeyError(f"this batch has no column {name!r}; it has {columns}. {remedy}")
 
     @property
     def size(self) -> int:
@@ -206,10 +212,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Iterate over micro-batches of `microbatch_size` rows, in order. Raises ValueError if N is not a multiple."""
         size = self.size
         if microbatch_size < 1 or size % microbatch_size:
-            raise InvalidRequestError(
-                f"microbatch_size={microbatch_size}: expected a number by which the {size} rows of this batch can be "
-                "divided"
-            )
+            expected = f"a number by which the {size} rows of this batch can be divided"
+            raise InvalidRequestError(f"microbatch_size={microbatch_size}: expected {expected}")
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[BatchedDataDict[Any]]:
@@ -259,10 +263,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Return the lengths of the rows, which are in the column `key`. KeyError without that column,
         InvalidRequestError if it is jagged."""
         if key not in self.data:
-            raise KeyError(
-                f"micro-batches need the column {key!r} with the lengths of the rows, but this batch only has "
-                f"{list(self.data)}"
-            )
+            columns = ", ".join(self.data) or "none"
+            raise KeyError(f"micro-batches need the column {key!r} of row lengths; there is {columns}")
         column = self.data[key]
         if is_jagged(column):
             raise InvalidRequestError(f"column {key!r}: expected the lengths of the rows, got a jagged column")
