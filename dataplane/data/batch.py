@@ -33,7 +33,8 @@ DictT = TypeVar("DictT")
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Columns by name, all with N rows: tensors `[N, ...]`, nested (jagged) tensors, lists, numpy arrays (including
-    object arrays).
+    object arrays). Methods that select rows return those of a nested tensor with another layout, or another ragged
+    dimension than the first one of the rows, as a list.
 
     Sharding with packing sets three attributes of each shard; otherwise they are None. Each has one entry per global
     batch: `micro_batch_indices` the [first row, end row] of each micro-batch, `micro_batch_lengths` the length of each
@@ -404,13 +405,21 @@ def _common_row_count(columns: Mapping[str, Any]) -> int:
 
 
 def _slice_column(column: Any, start: int, end: int) -> Any:
-    return select_rows(column, torch.arange(start, end)) if is_jagged(column) else column[start:end]
+    return select_rows(column, torch.arange(start, end)) if is_jagged(column) else _as_rows(column)[start:end]
+
+
+def _as_rows(column: Any) -> Any:
+    """Return the rows of a nested tensor that is not jagged as a list, because torch cannot select rows of one. Return
+    other columns unchanged."""
+    is_nested = isinstance(column, Tensor) and column.is_nested
+    return list(column.unbind()) if is_nested and not is_jagged(column) else column
 
 
 def _select_rows(column: Any, indices: Tensor) -> Any:
     """Copy the rows at `indices`, in that order, into a column of the same type."""
     if is_jagged(column):
         return select_rows(column, indices)
+    column = _as_rows(column)
     if isinstance(column, Tensor):
         return column[indices.to(column.device)]
     if isinstance(column, np.ndarray):
@@ -455,6 +464,7 @@ def _map_tensors(column: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _concatenate(name: str, columns: list[Any], pad_value: Any) -> Any:
     """Concatenate the column `name` of several batches. InvalidRequestError for columns of different kinds."""
+    columns = [_as_rows(column) for column in columns]
     if all(is_jagged(column) for column in columns):
         return _concatenate_jagged(columns)
     if all(isinstance(column, Tensor) and not column.is_nested for column in columns):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -269,3 +270,18 @@ def test_a_checkpoint_keeps_both_kinds(client: DataPlaneClient, partition: str, 
     assert columns["y"].tolist() == [1.0, 1.0, 2.5]
     client.clear_samples(["c"], partition)
     assert same(client.get_samples(["a", "b"], partition, ["x"])["x"], filled(2, 4))
+
+
+def test_arrays_of_strings_are_objects_and_lists_of_arrays_are_tensors(client: DataPlaneClient, bare: str) -> None:
+    fields = {
+        "text": np.array(["x", "yy"]),
+        "raw": np.array([b"x", b"yy"]),
+        "words": np.array([["a", "b"], ["c", "d"]]),
+        "arrays": [np.ones(3, np.float32), np.ones(2, np.float32)],
+    }
+    client.put_samples(["a", "b"], bare, fields)
+    columns = client.get_samples(["a", "b"], bare, list(fields))
+    assert columns["text"].tolist() == ["x", "yy"]
+    assert columns["raw"].tolist() == [b"x", b"yy"]
+    assert [row.tolist() for row in columns["words"].tolist()] == [["a", "b"], ["c", "d"]]
+    assert same_rows(columns["arrays"], [filled(3), filled(2)])

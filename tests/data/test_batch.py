@@ -430,3 +430,19 @@ def test_materialize_takes_object_arrays_of_a_tensordict() -> None:
     td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
     td["o"] = objects("a", 1)
     assert materialize(td)["o"].tolist() == ["a", 1]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_of_nested_tensors_that_are_not_jagged_are_selected_as_a_list(layout: torch.layout) -> None:
+    rows = [torch.full((4, n), float(n)) for n in (7, 9, 2)]
+    batch: BatchedDataDict[Any] = BatchedDataDict({"x": torch.nested.nested_tensor(rows, layout=layout)})
+    for changed, numbers in (
+        (batch.select_indices([2, 0]), [2, 0]),
+        (batch.slice(1, 3), [1, 2]),
+        (batch.chunk(1, 3), [1]),
+        (batch.repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (BatchedDataDict.from_batches([batch, batch]), [0, 1, 2, 0, 1, 2]),
+    ):
+        assert isinstance(changed["x"], list)
+        assert same_rows(changed["x"], [rows[number] for number in numbers])

@@ -125,7 +125,6 @@ class Number(enum.IntEnum):
         ([torch.zeros(1), torch.zeros(1).to_sparse()], 1, "sparse"),
         (torch.zeros(2, device="meta"), None, "meta"),
         (torch.zeros(2, dtype=torch.float8_e4m3fnuz), None, "float8_e4m3fnuz"),
-        (np.array(["a", "b"]), None, "<U1"),
         (np.array(["2020", "2021"], dtype="M8[Y]"), None, "datetime64"),
         (np.array([["a", 1], ["b", 2]], dtype=object), None, "[2, 2]"),
         (TensorDict({"a": torch.zeros(2)}, batch_size=[2]), None, "nested"),

@@ -40,7 +40,7 @@ def build(archive: Path, formats: Path) -> None:
             raise RuntimeError(f"the service to be stored ended with code {ended.returncode}: {ended.stderr}")
         archive.write_bytes(lzma.compress(_packed(Path(folder)), preset=9))
     from dataplane import DataPlaneConfig  # noqa: PLC0415 (see `_serve`)
-    from dataplane.storage.unit import sweep_leftovers  # noqa: PLC0415
+    from dataplane.storage.capacity import sweep_leftovers  # noqa: PLC0415
     from tests.stored.contents import current_formats  # noqa: PLC0415
 
     sweep_leftovers(DataPlaneConfig())  # the session locks of its clients

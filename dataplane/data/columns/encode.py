@@ -322,13 +322,16 @@ class _FieldEncoder:
         return plain
 
     def _normalize_array(self, array: np.ndarray[Any, Any]) -> Tensor | list[Any]:
-        """Convert a numeric array to a tensor over its memory, and an object array `[N]` to a list."""
+        """Convert a numeric array to a tensor over its memory; an object array `[N]` and an array of strings to a
+        list."""
         if array.ndim == 0:
             raise self._no_rows_error("an array")
         if array.dtype.hasobject:
             if array.ndim > 1:
                 raise self._unsupported_error(f"an object array of shape {list(array.shape)}", "Reshape it to [N].")
             return list(array)
+        if array.dtype.kind in "US":
+            return array.tolist() if array.ndim == 1 else list(array)
         return self._from_numpy(array, row=None)
 
     def _from_numpy(self, array: np.ndarray[Any, Any], row: int | None) -> Tensor:

@@ -22,7 +22,7 @@ from train import Batches, arguments, check, sampled, start, training
 
 from dataplane.config import DataPlaneConfig
 from dataplane.storage.arena_record import discard
-from dataplane.storage.unit import sweep_leftovers
+from dataplane.storage.capacity import sweep_leftovers
 
 SAVE_EVERY = 2
 LIMIT_S = 900.0
