@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from dataplane import KVBatchMeta
+from examples.arithmetic import worker
 from examples.arithmetic.config import JobConfig
 from examples.arithmetic.data import PROBLEMS, Problem, load_problems, reward, split, sums, write_problems
 from examples.arithmetic.loss import GRPOLoss, SupervisedLoss, group_advantages, token_logprobs
@@ -20,6 +23,7 @@ from examples.arithmetic.rollout import Sampler, rollout_columns, text_columns
 from examples.arithmetic.sampling import generate
 from examples.arithmetic.task import Task
 from examples.arithmetic.tokenizer import END, PAD, CharTokenizer
+from workers import TQWorkerMixin
 
 CONFIG = ModelConfig(vocabulary=9, context=14, width=32, layers=2, heads=4)
 PROMPTS = [[3, 4, 5, 6], [7], [2, 8, 3], [5, 5, 5, 5, 5, 5]]
@@ -208,6 +212,20 @@ def test_the_supervised_loss_is_cross_entropy_of_responses() -> None:
     picked = [(0, 0, 3), (0, 1, 4), (1, 1, 7), (1, 2, 8)]
     expected = -sum(logits.log_softmax(-1)[place] for place in picked) / 4
     torch.testing.assert_close(loss, expected)
+
+
+def test_a_write_back_is_timed_and_takes_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[Any] = []
+    monkeypatch.setattr(TQWorkerMixin, "_store", lambda _, *arguments: stored.append(arguments))
+    monkeypatch.setattr(worker.time, "perf_counter", iter([1.0, 3.0]).__next__)
+    made = worker.PolicyWorker.__new__(worker.PolicyWorker)
+    made._plane_s = 0.0
+    result = {"logprobs": torch.zeros(1, 2)}
+    options: dict[str, Any] = {"dp_aligned_seq_len": False, "tokens": [(0, 1)], "inner": None}
+    meta = KVBatchMeta("p", "train", ["a"], sequence_lengths=[2])
+    made._write_back_result_field(meta, result, result_key="logprobs", tq_field="x", **options)
+    assert [each[2:] for each in stored] == [(False, [(0, 1)], None)]
+    assert made.take_plane_s() == 2.0
 
 
 @pytest.mark.parametrize("wrong", [{"prompts": 3, "group_size": 3}, {"group_size": 1}])

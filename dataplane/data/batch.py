@@ -81,7 +81,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def __missing__(self, name: object) -> NoReturn:
         """Raise the KeyError for a column that this batch does not have."""
         columns = ", ".join(self.data) or "none"
-        remedy = "Name it in the call that reads it (`fields=`, `train_fields=` or `select_fields=`)"
+        remedy = "Name it where the batch is read (`fields=`, `train_fields=`, `select_fields=`)"
         raise KeyError(f"this batch has no column {name!r}; it has {columns}. {remedy}")
 
     @property
@@ -265,7 +265,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         InvalidRequestError if it is jagged."""
         if key not in self.data:
             columns = ", ".join(self.data) or "none"
-            raise KeyError(f"micro-batches need the column {key!r} of row lengths; there is {columns}")
+            raise KeyError(f"micro-batches need the column {key!r} of lengths; there is {columns}")
         column = self.data[key]
         if is_jagged(column):
             raise InvalidRequestError(f"column {key!r}: expected the lengths of the rows, got a jagged column")

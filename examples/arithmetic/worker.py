@@ -119,9 +119,9 @@ class PolicyWorker(TQWorkerMixin):
         self._plane_s += time.perf_counter() - start
         return data
 
-    def _write_back(self, meta: KVBatchMeta, fields: dict[str, Tensor]) -> None:
+    def _write_back_result_field(self, meta: KVBatchMeta, result: Any, **how: Any) -> None:
         start = time.perf_counter()
-        super()._write_back(meta, fields)
+        super()._write_back_result_field(meta, result, **how)
         self._plane_s += time.perf_counter() - start
 
 
