@@ -66,7 +66,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         opening = self._opening
         if opening is not None and self._pid == os.getpid() and self._loop is asyncio.get_running_loop():
             await asyncio.wait([opening])  # a pending first call may still open the session
-            if not _failed(opening):
+            if not _is_useless(opening):
                 await opening.result().close()  # can be repeated if it is cancelled or fails
         # In another loop, the dropped connection's finalizer closes it in its own loop (not in a forked child).
         self._opening = None
@@ -86,13 +86,14 @@ class AsyncDataPlaneClient(AsyncCalls):
         return f"{type(self).__name__}({self._config.address!r})"
 
     async def _connection(self) -> AsyncConnection:
-        """Return the open session. Concurrent first calls share one connection attempt; after a failure the next
-        call retries. Raise `ClientClosedError` after `close`, and in another event loop than the session's."""
+        """Return the open session. Concurrent first calls share one connection attempt; after a failure, or an
+        interrupt that ended the session, the next call opens another one. Raise `ClientClosedError` after `close`, and
+        in another event loop than the session's."""
         if self._closed:
             raise ClientClosedError()
         loop = asyncio.get_running_loop()
         # A forked child opens its own session, possibly in another loop.
-        if self._opening is None or self._pid != os.getpid() or _failed(self._opening):
+        if self._opening is None or self._pid != os.getpid() or _is_useless(self._opening):
             self._pid, self._loop = os.getpid(), loop
             self._opening = loop.create_task(AsyncConnection.open(self._config))
         if self._loop is not loop:
@@ -107,5 +108,8 @@ class AsyncDataPlaneClient(AsyncCalls):
         return await connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))
 
 
-def _failed(opening: asyncio.Task[AsyncConnection]) -> bool:
-    return opening.done() and (opening.cancelled() or opening.exception() is not None)
+def _is_useless(opening: asyncio.Task[AsyncConnection]) -> bool:
+    """Whether the attempt to open a session failed, or the session has ended."""
+    if not opening.done():
+        return False
+    return opening.cancelled() or opening.exception() is not None or not opening.result().usable

@@ -15,10 +15,9 @@ from dataplane.client.operations.put import store_joined
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.put_joiner import PutJoiner
 from dataplane.client.rpc.async_channel import AsyncChannel
-from dataplane.client.session import begin_copy, end_copies, session_lock, session_states
-from dataplane.client.session_state import SessionState, check_pickles
+from dataplane.client.session import Phase, Session, end_copies, is_interrupt, session_lock
+from dataplane.client.session_state import check_pickles
 from dataplane.config import DataPlaneConfig
-from dataplane.core.in_flight import InFlight
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.storage.session_lock import SessionLock
@@ -26,30 +25,18 @@ from dataplane.storage.session_lock import SessionLock
 log = logging.getLogger(__name__)
 
 
-class AsyncConnection:
-    """An open session and its session state, bound to one event loop. `_channel` sends the commands. `_copies` are the
-    calls that have begun a copy, for which `close` waits."""
+class AsyncConnection(Session):
+    """An open session, bound to one event loop."""
+
+    joins_puts = True
 
     def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
         """Create instances with `open`."""
+        super().__init__(config, channel, lock)
         self._channel = channel
-        self._copies = InFlight()
         self._joiner = PutJoiner()
         self._detached: set[asyncio.Task[None]] = set()  # the tasks of `_finish`, which nothing else refers to
-        self._config = config
-        self.session_state = SessionState(
-            channel.unit_config,
-            session=channel.session,
-            lock=lock,
-            durable=channel.durable,
-            put_timeout_s=channel.put_timeout_s,
-            joins_puts=True,
-        )
-        # The callback first: a reconnection between these two lines may list other units.
-        channel.on_units = self.session_state.connections.learn
-        self.session_state.connections.learn(channel.units)
-        session_states().add(self.session_state)
-        self._channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
+        channel.on_interrupt = self._interrupt
         # Closes the session after the last reference to this object was dropped, unless `close` was called.
         self._finalizer = weakref.finalize(self, channel.end_in_background, self.session_state.close)
         self._finalizer.atexit = False
@@ -69,17 +56,21 @@ class AsyncConnection:
 
     async def run(self, operation: Operation[T]) -> T:
         """Execute the operation's steps until it returns. A cancelled call ends immediately; if its copy is in
-        progress, the copy and the clean-up of the operation finish in the background."""
-        self._post_leftovers()
-        with (call := threading.Lock()):  # represents the call: see `begin_copy`
+        progress, the copy and the clean-up of the operation finish in the background. An interrupt ends the session."""
+        with (call := threading.Lock()):  # held as long as the call runs
             try:
+                self._post_leftovers()
                 return await self._resume(operation, call)
+            except BaseException as error:
+                if is_interrupt(error):
+                    self._interrupt(operation)
+                raise
             finally:
                 self._copies.leave(call)
 
     async def _resume(self, operation: Operation[T], call: threading.Lock, thrown: BaseException | None = None) -> T:
         """Execute the remaining steps of the operation, after throwing `thrown` into it, and return its result. call:
-        see `begin_copy`."""
+        see `_begin_copy`."""
         try:
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
@@ -89,6 +80,8 @@ class AsyncConnection:
                     # Not thrown into the operation: `_finish` continues it in the background.
                     raise asyncio.CancelledError from None
                 except BaseException as error:
+                    if is_interrupt(error):
+                        raise
                     step = operation.throw(error)
                 else:
                     step = operation.send(outcome)
@@ -104,7 +97,7 @@ class AsyncConnection:
             case Post(command):
                 self._channel.post(command)
             case Work():
-                begin_copy(self._copies, call)
+                self._begin_copy(call)
                 if step.brief():  # it does not block the event loop
                     return step.run()
                 return await self._work(step, operation, call)
@@ -161,11 +154,23 @@ class AsyncConnection:
     async def close(self) -> None:
         """See `DataPlaneClient.close`. It can be repeated after a cancellation or an error; until it is complete, the
         finalizer closes the session of a dropped client."""
+        if not self.usable:
+            return
         # First: the clean-up of these calls still needs the session.
         await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
         self.session_state.close()
         await self._channel.close()
         self._finalizer.detach()
+        if self.usable:
+            self._become(Phase.CLOSED)
+
+    def _fail_calls(self, error: DataPlaneError) -> None:
+        self._finalizer.detach()
+        self._channel.end(error)
+
+    def _free(self) -> None:
+        self.session_state.close()
+        self._channel.free()
 
 
 class _DetachedError(Exception):

@@ -468,9 +468,8 @@ class DataPlaneClient:
         service that this client was bootstrapped with stops too. Idempotent. Calls waiting in other threads raise
         `ClientClosedError`. Views from `copy=False` stay valid. Garbage collection of a client closes it as well.
 
-        It can be repeated after an interrupt or an error. A signal handler may call it while it interrupts a call of
-        this client: the session ends, and the interrupted call raises `ClientClosedError` when it continues. What that
-        call uses is freed by a later `close`, or with the process."""
+        It can be repeated after an error. After an interrupt, a thread closes the session. Raises `ReentrantCallError`
+        in a signal handler or finalizer that interrupts a call of this client."""
         self._connections.close()
         if self._owns is not None:
             self._owns.close()

@@ -65,9 +65,8 @@ class PreallocatedPart:
 
 
 class PreallocatedBuffer:
-    """The preallocated spaces of one session. Thread-safe, and consistent after an interrupt at any point, provided
-    that every part is passed to `finish`. `returned` has the numbers of spaces to release; no put can still write
-    to them."""
+    """The preallocated spaces of one session. Thread-safe. Every part is passed to `finish`. `returned` has the
+    numbers of spaces to release; no put can still write to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -78,20 +77,19 @@ class PreallocatedBuffer:
         self.returned: collections.deque[int] = collections.deque()
         self._last_put_at = self._rejected_at = -SOON_S  # times of the last small put, and of the last rejection
 
-    def take(self, nbytes: int, taken: list[PreallocatedPart]) -> bool:
-        """Append the part for a put of `nbytes` (see `bytes_of`) to `taken`; it is in use until `finish`. Return
-        False if no space has enough left."""
+    def take(self, nbytes: int) -> PreallocatedPart | None:
+        """Return the part for a put of `nbytes` (see `bytes_of`); it is in use until `finish`. None if no space has
+        enough left."""
         with self._lock:
             space = next((space for space in self._open if space.end - space.offset >= nbytes), None)
             if space is None:
-                return False
+                return None
             part = PreallocatedPart(space, space.offset)
             self._last_put_at = self._clock()
             space.offset += nbytes
             space.touched = True
-            taken.append(part)  # first: after an interrupt here, the caller finishes the part
             space.parts.add(part)
-            return True
+            return part
 
     def next_request(self, nbytes: int, unit: int | None) -> Preallocate | None:
         """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if the
@@ -120,7 +118,7 @@ class PreallocatedBuffer:
     def end_request(self) -> None:
         """Record that the command of `next_request` was answered or abandoned."""
         with self._lock:
-            self._requests = max(self._requests - 1, 0)  # `give_up_idle` may have reset it
+            self._requests -= 1
 
     def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
         """Add space at `offset`, allocated by call `number`. granted: the command of this call. checksums: see
@@ -129,14 +127,6 @@ class PreallocatedBuffer:
         with self._lock:
             self._spaces[number] = space
             self._open.append(space)
-
-    def give_up(self, number: int) -> None:
-        """Release the space that call `number` may have allocated, after an interrupt that may have prevented `add`."""
-        with self._lock:
-            if number in self._spaces:
-                self._give_up(self._spaces[number])
-            else:
-                self.returned.append(number)
 
     def finish(self, part: PreallocatedPart, *, failed: bool) -> None:
         """End the use of a part: no thread writes to it, and its commit, if sent, was answered or abandoned. After
@@ -147,11 +137,9 @@ class PreallocatedBuffer:
                 self._give_up(part.space)
 
     def give_up_idle(self) -> None:
-        """Give up spaces that were unused since the last heartbeat. Also reset the count of pending requests,
-        because an interrupt may have prevented `end_request`."""
+        """Give up spaces that were unused since the last heartbeat."""
         with self._lock:
-            self._requests = 0
-            for space in tuple(self._spaces.values()):  # an interrupt may have kept one out of `returned`
+            for space in tuple(self._spaces.values()):
                 if not space.touched:
                     self._give_up(space)
                 space.touched = False

@@ -1,107 +1,110 @@
-"""One session of a sync client, and a thread-safe, fork-safe holder that creates it on first use."""
+"""Sessions: what sync and async ones share, that of a sync client, and a holder that creates it on first use."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import enum
 import functools
 import inspect
 import logging
 import os
+import signal
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Wait, Work
-from dataplane.client.rpc.call_numbers import undo_of
 from dataplane.client.rpc.channel import ControllerChannel
+from dataplane.client.rpc.pending_calls import OpenChannel
 from dataplane.client.session_state import SessionState, check_pickles
 from dataplane.config import DataPlaneConfig
 from dataplane.core.in_flight import InFlight
-from dataplane.errors import CallTimeoutError, ClientClosedError, DataPlaneError
-from dataplane.ledger.commands import Allocate, Claim, Command, FindCells, Locate, Preallocate, Save
+from dataplane.errors import (
+    CallTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    ReentrantCallError,
+    SessionInterruptedError,
+)
 from dataplane.storage.session_lock import SessionLock
 
 log = logging.getLogger(__name__)
 
-_RESOURCE_COMMANDS = frozenset({Allocate, Preallocate, Claim, Locate, Save, FindCells})
-"""Commands whose response hands resources to an operation, which it must release."""
+COPIES_S = 60.0
+"""Time after which a closing session logs that it waits for copies."""
 
 
-class Closable(Protocol):
-    """An object that `ForkLocal` can hold. `close` returns whether it is complete; otherwise, or after an
-    interrupt or an error, it can be repeated."""
+class Held(Protocol):
+    """An object that `ForkLocal` can hold. usable: whether calls may use it. `close` may be repeated."""
 
-    def close(self) -> bool: ...
+    @property
+    def usable(self) -> bool: ...
+    def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=Closable)
+C = TypeVar("C", bound=Held)
 
 
 class ForkLocal(Generic[C]):
-    """Create one `C` per process on first use. A forked child creates its own and never touches its parent's.
-
-    `_instance` is the object of process `_pid`, `_inherited` are those of its parents. `_closing` is held by the call
-    of `close` that closes the object.
-    """
+    """Create one `C` per process on first use, and another one when it is no longer usable. A forked child creates its
+    own and never touches its parent's."""
 
     def __init__(self, make: Callable[[], C]) -> None:
         self._make = make
+        self._pid = os.getpid()
+        # The object of process `_pid`, and those of its parents.
         self._instance: C | None = None
         self._inherited: list[C] = []
-        self._pid = os.getpid()
+        # Held while `make` or the object's `close` runs.
         self._guard = threading.RLock()
-        self._closing = threading.Lock()
+        # Held while `make` runs: only a call that interrupts it finds it held by its own thread.
+        self._making = threading.Lock()
         self._closed = False
 
     def get(self) -> C:
-        """Return this process's `C`, which the first call creates. Raise `ClientClosedError` after `close()`."""
+        """Return this process's `C`, which the first call creates. Raise `ClientClosedError` after `close()`, and
+        `ReentrantCallError` in a signal handler or finalizer that interrupts the creation."""
         instance = self._instance  # the usual case needs no lock
-        if instance is not None and self._pid == os.getpid() and not self._closed:
+        if instance is not None and instance.usable and self._pid == os.getpid() and not self._closed:
             return instance
         if self._pid != os.getpid():
             self._reset_in_child()
         with self._guard:
-            while not self._closed:
-                if self._instance is not None:
-                    return self._instance
-                made = self._make()
-                if self._closed or self._instance is not None:  # by a signal handler of this thread
-                    made.close()
-                else:
-                    self._instance = made
-        raise ClientClosedError()
+            if self._closed:
+                raise ClientClosedError()
+            if self._instance is None or not self._instance.usable:
+                if self._making.locked():
+                    raise ReentrantCallError()
+                with (making := threading.Lock()):
+                    self._making = making
+                    self._instance = self._make()
+            return self._instance
 
     def _reset_in_child(self) -> None:
         """In a forked child, start without an object. Keep a reference to the parent's object: dropping it in the
         child would run clean-up that belongs to the parent."""
-        self._guard, self._closing = threading.RLock(), threading.Lock()  # another thread may have held the old ones
+        self._guard = threading.RLock()  # another thread of the parent may have held the old one
+        self._making = threading.Lock()
         self._pid = os.getpid()
         if self._instance is not None:
             self._inherited.append(self._instance)
             self._instance = None
 
     def close(self) -> None:
-        """Close this process's `C`, if any, unless another call does so now. Later `get()` calls fail."""
+        """Close this process's `C`, if any. Later `get()` calls fail. Raise `ReentrantCallError` in a signal handler or
+        finalizer that interrupts a call of the object, or its creation."""
         if self._pid != os.getpid():
             self._reset_in_child()
-        with (closing := threading.Lock()):
-            with self._guard:
-                self._closed = True
-                instance = self._instance
-                if instance is None or self._closing.locked():
-                    return
-                self._closing = closing
-            if instance.close():
+        self._closed = True
+        with self._guard:
+            if self._making.locked():
+                raise ReentrantCallError()
+            if self._instance is not None:
+                self._instance.close()
                 self._instance = None
-
-
-def begin_copy(copies: InFlight, call: threading.Lock) -> None:
-    """Register a call, before each of its copies. call: a lock that represents the call and is held until its end (see
-    `InFlight`). From the first copy on, closing waits until the call releases the lock, so that the clean-up of the
-    call is still accepted. Raise `ClientClosedError` if this is the first copy and the client is closing."""
-    if not copies.enter(call):
-        raise ClientClosedError()
 
 
 @functools.cache
@@ -142,12 +145,127 @@ def session_lock(config: DataPlaneConfig) -> SessionLock | None:
         return None
 
 
-class Connection:
-    """An open session and its session state. It executes operations in the calling thread. Thread-safe.
+class Phase(enum.Enum):
+    """State of a session of this process."""
 
-    `_channel` sends the commands. `_running` are the active calls, `_copies` are those that have begun a copy, for
-    which `close` waits.
-    """
+    OPEN = "open"
+    INTERRUPTED = "interrupted"
+    """An interrupt ended it. A thread closes it after the copies of all threads."""
+    CLOSED = "closed"
+
+
+_NEXT = {
+    Phase.OPEN: {Phase.INTERRUPTED, Phase.CLOSED},
+    Phase.INTERRUPTED: {Phase.CLOSED},
+    Phase.CLOSED: set[Phase](),
+}
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether the error is not one of the interrupted call: a KeyboardInterrupt or SystemExit, or any exception
+    that a signal handler of Python raised."""
+    if not isinstance(error, Exception):
+        return not isinstance(error, asyncio.CancelledError | GeneratorExit)
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """Return the code of a signal handler, None if it is not a function or method of Python."""
+    return getattr(inspect.unwrap(handler) if callable(handler) else handler, "__code__", None)
+
+
+def leave_blocks(operation: Operation[Any], error: BaseException) -> None:
+    """Let an operation whose session has ended leave its `try` and `with` blocks: every step that it yields fails."""
+    try:
+        while inspect.getgeneratorstate(operation) != inspect.GEN_CLOSED:
+            operation.throw(error)
+    except BaseException as last:
+        log.debug("An operation of an interrupted session ended with %r", last)
+
+
+class Session(ABC):
+    """What sync and async sessions share: their phase, their session state, and the calls that copy, for which closing
+    waits.
+
+    An interrupt (see `is_interrupt`) of a call ends the session: calls of all threads fail with
+    `SessionInterruptedError`, the client opens another session with its next call, and a thread closes this one as soon
+    as no thread copies."""
+
+    def __init__(self, config: DataPlaneConfig, channel: OpenChannel, lock: SessionLock | None) -> None:
+        self._config = config
+        self._phase = Phase.OPEN
+        # The calls that have begun a copy.
+        self._copies = InFlight()
+        self.session_state = SessionState(
+            channel.unit_config,
+            session=channel.session,
+            lock=lock,
+            durable=channel.durable,
+            put_timeout_s=channel.put_timeout_s,
+            joins_puts=self.joins_puts,
+        )
+        # The callback first: a reconnection between these two lines may list other units.
+        channel.on_units = self.session_state.connections.learn
+        self.session_state.connections.learn(channel.units)
+        session_states().add(self.session_state)
+        channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
+
+    joins_puts = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls may use the session."""
+        return self._phase is Phase.OPEN
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.session_state.session}, {self._phase.value})"
+
+    def _become(self, phase: Phase) -> None:
+        assert phase in _NEXT[self._phase], (self._phase, phase)
+        self._phase = phase
+
+    def _begin_copy(self, call: threading.Lock) -> None:
+        """Register a call, before each of its copies. call: a lock that represents the call and is held until its end
+        (see `InFlight`). From the first copy on, closing waits until the call releases the lock, so that the clean-up
+        of the call is still accepted. Raise `SessionInterruptedError` or `ClientClosedError` if this is the first copy
+        and the session ends."""
+        if not self._copies.enter(call):
+            raise ClientClosedError() if self.usable else SessionInterruptedError()
+
+    def _interrupt(self, operation: Operation[Any] | None = None) -> None:
+        """End the session after an interrupt of this call, or of its `operation`."""
+        if self._phase is Phase.OPEN:
+            self._become(Phase.INTERRUPTED)
+            self._fail_calls(SessionInterruptedError())
+            threading.Thread(target=self._close_interrupted, name="tq-close", daemon=True).start()
+        if operation is not None:
+            leave_blocks(operation, SessionInterruptedError())
+
+    def _close_interrupted(self) -> None:
+        """Close the session after the copies of all threads."""
+        self._copies.shut()
+        while self._copies.wait(COPIES_S):
+            log.warning("%r waits for copies of other threads since %.0f s", self, COPIES_S)
+        self._free()
+        self._become(Phase.CLOSED)
+
+    @abstractmethod
+    def _fail_calls(self, error: DataPlaneError) -> None:
+        """Let all calls fail with this error, from now on and in all threads."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Close the session, whose calls have failed and which no copy uses, from a thread of its own."""
+
+
+class Connection(Session):
+    """An open session. It executes operations in the calling thread. Thread-safe."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         check_pickles(config)
@@ -155,7 +273,14 @@ class Connection:
         channel: ControllerChannel | None = None
         try:
             channel = ControllerChannel.open(config, "" if lock is None else str(lock.path))
-            self._use(config, channel, lock)
+            super().__init__(config, channel, lock)
+            self._channel = channel
+            # By thread: a lock that is held while a call of the thread runs.
+            self._callers: dict[int, threading.Lock] = {}
+            # Closes the session after the last reference to this object was dropped, unless `close` was called.
+            end = functools.partial(_close_session, self.session_state, channel)
+            self._finalizer = weakref.finalize(self, channel.end_in_background, end)
+            self._finalizer.atexit = False
         except BaseException:
             if channel is not None:
                 channel.close()
@@ -163,141 +288,99 @@ class Connection:
                 lock.close()
             raise
 
-    def _use(self, config: DataPlaneConfig, channel: ControllerChannel, lock: SessionLock | None) -> None:
-        """Set up the session of this channel. lock: see `SessionState`."""
-        self._channel = channel
-        self._running = InFlight()
-        self._copies = InFlight()
-        self._config = config
-        self.session_state = SessionState(
-            self._channel.unit_config,
-            session=self._channel.session,
-            lock=lock,
-            durable=self._channel.durable,
-            put_timeout_s=self._channel.put_timeout_s,
-        )
-        # The callback first: a reconnection between these two lines may list other units.
-        self._channel.on_units = self.session_state.connections.learn
-        self.session_state.connections.learn(self._channel.units)
-        session_states().add(self.session_state)
-        self._channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
-        # Closes the session after the last reference to this object was dropped, unless `close` was called.
-        end = functools.partial(_close_session, self.session_state, self._channel)
-        self._finalizer = weakref.finalize(self, self._channel.end_in_background, end)
-        self._finalizer.atexit = False
-
     def run(self, operation: Operation[T]) -> T:
-        """Execute the operation's steps until it returns. Errors, including a KeyboardInterrupt at any point, are
-        passed through the operation's clean-up; resources that the operation never received are released."""
-        acquired: list[tuple[int, Command]] = []  # see `_resume`
-        with (call := threading.Lock()):  # represents the call: see `InFlight`
-            self._running.enter(call)
-            try:
-                self._post_leftovers()
-                return self._resume(operation, call, acquired)
-            except BaseException as error:
-                self._clean_up(operation, call, acquired, error)
-                raise
-            finally:
-                self._copies.leave(call)
-                self._running.leave(call)
-
-    def _resume(
-        self,
-        operation: Operation[T],
-        call: threading.Lock,
-        acquired: list[tuple[int, Command]],
-        thrown: BaseException | None = None,
-    ) -> T:
-        """Execute the remaining steps of the operation, after throwing `thrown` into it, and return its result.
-
-        call: see `begin_copy`. acquired: the numbers and commands of the calls by which the operation may have
-        acquired resources; each is appended before it is sent.
-        """
+        """Execute the operation's steps until it returns. An error is thrown into the operation, which cleans up; an
+        interrupt ends the session. Raise `ReentrantCallError` in a signal handler or finalizer that interrupts a call
+        of this thread."""
         try:
-            step = next(operation) if thrown is None else operation.throw(thrown)
+            with (call := threading.Lock()):  # held as long as the call runs
+                self._enter(call)
+                try:
+                    self._post_leftovers()
+                    result = self._resume(operation, call)
+                finally:
+                    self._copies.leave(call)
+            return result
+        except BaseException as error:
+            if is_interrupt(error):
+                self._interrupt(operation)
+            raise
+
+    def _enter(self, call: threading.Lock) -> None:
+        """Register the call of this thread, which holds this lock."""
+        thread = threading.get_ident()
+        interrupted = self._callers.get(thread)
+        if interrupted is not None and interrupted.locked():
+            raise ReentrantCallError()
+        self._callers[thread] = call
+
+    def _resume(self, operation: Operation[T], call: threading.Lock) -> T:
+        """Execute the steps of the operation and return its result. call: see `_begin_copy`."""
+        try:
+            step = next(operation)
             while True:
                 try:
-                    outcome = self._perform(step, call, acquired)
+                    outcome = self._perform(step, call)
                 except BaseException as error:
+                    if is_interrupt(error):
+                        raise
                     step = operation.throw(error)
                 else:
                     step = operation.send(outcome)
         except StopIteration as stop:  # the operation has returned
             return stop.value  # type: ignore[no-any-return]
 
-    def _clean_up(
-        self,
-        operation: Operation[Any],
-        call: threading.Lock,
-        acquired: list[tuple[int, Command]],
-        error: BaseException,
-    ) -> None:
-        """Release the operation's resources unless it has done so itself. The operation sees every error except one
-        that a signal raises between two of its steps; an interrupt may also have prevented it from receiving a
-        resource."""
-        has_ended = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
-        if has_ended and isinstance(error, Exception):
-            return  # an ordinary error: it was thrown into the operation, which has cleaned up
-        try:
-            if not has_ended:
-                self._resume(operation, call, acquired, error)
-        finally:
-            with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
-                for number, command in acquired:  # no effect on resources that the operation has released
-                    if isinstance(command, Preallocate):  # the buffer may have received the space, and released it
-                        self.session_state.preallocated.give_up(number)
-                    elif (undo := undo_of(number, command)) is not None:
-                        self._channel.post(undo)
-                self._post_leftovers()
-
-    def _perform(self, step: Step, call: threading.Lock, acquired: list[tuple[int, Command]]) -> Any:
+    def _perform(self, step: Step, call: threading.Lock) -> Any:
         """Execute one step in the calling thread and return its outcome."""
         match step:
             case Send():
-                return self._send(step, call, acquired)
+                return self._send(step, call)
             case Post(command):
                 self._channel.post(command)
             case Work(run):
-                begin_copy(self._copies, call)
-                if acquired:
-                    # From now on only the operation can determine when all writes into its space have ended, and thus
-                    # when an `Allocate` may be undone.
-                    acquired[:] = [each for each in acquired if not isinstance(each[1], Allocate)]
+                self._begin_copy(call)
                 return run()
             case Wait(future):
                 future.result()
         return None
 
-    def _send(self, step: Send, call: threading.Lock, acquired: list[tuple[int, Command]]) -> Sent:
-        """Send a command and wait for its response. Record it in `acquired` if the response hands over resources."""
+    def _send(self, step: Send, call: threading.Lock) -> Sent:
+        """Send a command and wait for its response."""
         command, meanwhile = step.command, step.meanwhile
-        record = acquired if type(command) in _RESOURCE_COMMANDS else None
         if meanwhile is None:
-            return Sent(*self._channel.call(command, acquired=record))
-        begin_copy(self._copies, call)
+            return Sent(*self._channel.call(command))
+        self._begin_copy(call)
         values: list[Any] = []  # the value that `meanwhile` returned; empty if it was not executed
-        number, result = self._channel.call(command, meanwhile=lambda: values.append(meanwhile()), acquired=record)
+        number, result = self._channel.call(command, meanwhile=lambda: values.append(meanwhile()))
         return Sent(number, result, *values)
 
     def _post_leftovers(self) -> None:
         for command in self.session_state.leftovers():
             self._channel.post(command)
 
-    def close(self) -> bool:
-        """See `DataPlaneClient.close`. Return whether everything is free. In a signal handler that interrupts a call of
-        its thread, wait for no call, because it may wait for the interrupted one, and keep what the calls use: the
-        session lock, as long as it is held, keeps the service from reusing the space of their copies."""
-        if self._running.in_this_thread():
-            self._copies.shut()
-            self._channel.end()
-            return False
-        end_copies(self._copies, self._config)  # first: the clean-up of these calls still needs the session
-        done = _close_session(self.session_state, self._channel)
+    def close(self) -> None:
+        """See `DataPlaneClient.close`. An interrupt lets a thread close the session."""
+        try:
+            with (call := threading.Lock()):
+                self._enter(call)
+                if self.usable:
+                    end_copies(self._copies, self._config)  # first: the clean-up of these calls needs the session
+                    self._free()
+                    self._finalizer.detach()
+                    self._become(Phase.CLOSED)
+        except BaseException as error:
+            if is_interrupt(error):
+                self._interrupt()
+            raise
+
+    def _fail_calls(self, error: DataPlaneError) -> None:
         self._finalizer.detach()
-        return done
+        self._channel.end(error)
+
+    def _free(self) -> None:
+        _close_session(self.session_state, self._channel)
 
 
-def _close_session(session_state: SessionState, channel: ControllerChannel) -> bool:
+def _close_session(session_state: SessionState, channel: ControllerChannel) -> None:
     session_state.close()
-    return channel.close()
+    channel.close()

@@ -27,13 +27,11 @@ from dataplane.storage.session_lock import SessionLock
 T = TypeVar("T")
 
 
-def taken_one_by_one(queue: collections.deque[T]) -> Iterator[T]:
-    """Yield the current items of the queue; remove each item when the next one is requested. An item whose consumer
-    is interrupted therefore stays."""
-    for each in tuple(queue):
-        yield each
-        with contextlib.suppress(ValueError):  # another thread removed it
-            queue.remove(each)
+def _taken(queue: collections.deque[T]) -> Iterator[T]:
+    """Remove the items of the queue, to which other threads have access, and yield them."""
+    with contextlib.suppress(IndexError):  # it is empty
+        while True:
+            yield queue.popleft()
 
 
 class Hold:
@@ -64,9 +62,9 @@ class _PinRef(weakref.ref[Pin]):
 
 
 class Pins:
-    """The `Locate` numbers whose last view was deleted. Deletion runs no Python code of this class: an interrupt in
-    a finalizer would be swallowed, and the number lost. `_living` only keeps the weak references alive, until
-    `dropped` has yielded their numbers."""
+    """The `Locate` numbers whose last view was deleted. Deletion runs no Python code of this class, because it may
+    happen at any point of any thread. `_living` only keeps the weak references alive, until `dropped` has yielded their
+    numbers."""
 
     def __init__(self) -> None:
         self._living: set[_PinRef] = set()
@@ -83,10 +81,10 @@ class Pins:
         return pin
 
     def dropped(self) -> Iterator[int]:
-        """Yield the numbers of deleted pins; forget each when the next one is requested."""
-        for reference in taken_one_by_one(self._dropped):
-            yield reference.number
+        """Yield the numbers of deleted pins, and forget them."""
+        for reference in _taken(self._dropped):
             self._living.discard(reference)
+            yield reference.number
 
 
 class Schema(dict[str, FieldSpec]):
@@ -248,11 +246,10 @@ class SessionState:
 
     def leftovers(self) -> Iterator[Command]:
         """Yield the commands that release pins without views, unused preallocated space and the space of failed puts
-        that can be freed by now. A pin or preallocated space is forgotten when the next command is requested, so
-        that its command is yielded again if an interrupt kept it from being posted."""
+        that can be freed by now."""
         for number in self.pins.dropped():
             yield Release(located=number)
-        for number in taken_one_by_one(self.preallocated.returned):
+        for number in _taken(self.preallocated.returned):
             yield Abort(reservation=number)
         for number in self.connections.take_settled():
             yield Abort(reservation=number)

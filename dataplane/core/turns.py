@@ -33,11 +33,10 @@ class Turns:
             return self._is_first(turn)
 
     def leave(self, turn: Turn) -> None:
-        """End a turn, ready or not, entered or not. Turns that are now the first of all their keys become ready.
-        Idempotent; it can be repeated after an interrupt."""
+        """End a turn, ready or not. Turns that are now the first of all their keys become ready."""
         with self._guard:
-            for key in turn.keys & self._queues.keys():
-                self._queues[key].pop(turn, None)
+            for key in turn.keys:
+                del self._queues[key][turn]
                 if not self._queues[key]:
                     del self._queues[key]
             for first in {next(iter(self._queues[key])) for key in turn.keys & self._queues.keys()}:
@@ -45,5 +44,5 @@ class Turns:
                     first.ready.set_result(None)
 
     def _is_first(self, turn: Turn) -> bool:
-        """Return whether the turn is the first of all its keys. An interrupted `enter` may have missed some of them."""
-        return all(next(iter(self._queues.get(key, ())), None) is turn for key in turn.keys)
+        """Return whether the turn is the first of all its keys."""
+        return all(next(iter(self._queues[key])) is turn for key in turn.keys)

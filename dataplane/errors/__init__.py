@@ -23,6 +23,7 @@
     │   ├── LimitError                  a count exceeds a limit of the service; names count and limit
     │   ├── StaleCallError              a call number that the session has already settled
     │   ├── ClientClosedError           the client was closed (by `close` or in a forked child)
+    │   ├── ReentrantCallError          a signal handler or finalizer called the client whose call it interrupts
     │   └── RolloutAbortedError         a replay buffer no longer accepts the produced samples
     ├── UnsupportedValueError (TypeError)   a value that no column can hold
     ├── WaitTimeoutError (TimeoutError)
@@ -35,6 +36,7 @@
     │   ├── TlsError                    only one end uses TLS, or a certificate was rejected
     │   ├── ProtocolVersionError        client and controller have different protocol versions; names both
     │   ├── SessionExpiredError         the service ended this session
+    │   ├── SessionInterruptedError     an interrupt of a call ended this session
     │   ├── ServiceRestartedError       the service runs in another epoch
     │   ├── StorageUnitError            a storage unit rejected the request or is unreachable
     │   └── CallCancelledError          the call was cancelled before it took effect
@@ -76,6 +78,7 @@ from dataplane.errors.service import ServiceError as ServiceError
 from dataplane.errors.service import ServiceRestartedError as ServiceRestartedError
 from dataplane.errors.service import ServiceUnavailableError as ServiceUnavailableError
 from dataplane.errors.service import SessionExpiredError as SessionExpiredError
+from dataplane.errors.service import SessionInterruptedError as SessionInterruptedError
 from dataplane.errors.service import StorageUnitError as StorageUnitError
 from dataplane.errors.service import TlsError as TlsError
 from dataplane.errors.storage import ArenaSpaceError as ArenaSpaceError
@@ -282,6 +285,16 @@ class StaleCallError(BadRequestError):
             session=session,
             number=number,
             watermark=watermark,
+        )
+
+
+class ReentrantCallError(BadRequestError):
+    """A signal handler, a finalizer or a callback of a client made a call of the client whose call it interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this call interrupts another call of the same client in this thread: it is made by a signal handler, a "
+            "finalizer (`__del__`) or a callback. Make it after that call has returned, or use another client."
         )
 
 

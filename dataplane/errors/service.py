@@ -65,6 +65,16 @@ class SessionExpiredError(ServiceError):
         )
 
 
+class SessionInterruptedError(ServiceError):
+    """An interrupt, such as Ctrl-C, of a call in any thread of the client ended its session."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an interrupt (such as Ctrl-C) of a call of this client ended its session. Its claims and reservations are "
+            "released, and it is not known whether this call was executed. The next call opens another session."
+        )
+
+
 class ServiceRestartedError(ServiceError):
     """`what`, a process or what belongs to it, is of another epoch than expected. `lost` describes the state that was
     lost with the expected epoch; "" if no loss is known. `got_epoch`: 0 if it is only known to be an earlier one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from dataplane import AsyncDataPlaneClient, DataPlaneClient, SchemaError, Server, connect_async
-from dataplane.core.turns import Turn, Turns
-from tests.restarts import WAIT_S
 from tests.service import client, server  # noqa: F401
 
 pytestmark = pytest.mark.integration
@@ -91,24 +88,3 @@ def test_threads(client: DataPlaneClient, rows: Any) -> None:
         list(pool.map(work, range(6)))
     for who in range(6):
         assert [each % 100 for each in rows("a") if each // 100 == who] == [*range(20)]
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_an_append_that_is_interrupted_at_its_end_lets_the_next_one_go(
-    client: DataPlaneClient, rows: Any, before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave = Turns.leave
-
-    def interrupted_once(turns: Turns, turn: Turn) -> None:
-        monkeypatch.setattr(Turns, "leave", leave)
-        if not before:
-            leave(turns, turn)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Turns, "leave", interrupted_once)
-    with pytest.raises(KeyboardInterrupt):
-        client.put_samples(**piece(0, "a"))
-    next_one = threading.Thread(target=client.put_samples, kwargs=piece(1, "a"), daemon=True)
-    next_one.start()
-    next_one.join(WAIT_S)
-    assert rows("a") == [0, 1]

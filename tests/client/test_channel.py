@@ -181,20 +181,6 @@ def test_a_call_given_up_is_undone(
     assert getattr(undone.command, names_the_call) == 1
 
 
-def test_an_interrupted_call_is_undone(
-    scripted: Controller, ledger: ScriptedLedger, open_channel: Open, unhurried: None
-) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    failpoints.arm("call.Claim.after", interrupt)
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
-    ledger.answer = lambda call: c.Done() if not isinstance(call.command, c.Claim) else claimed()
-    with pytest.raises(KeyboardInterrupt):
-        channel.call(CLAIM)
-    assert [call.command.claimed for call in ledger.wait_for(c.Unclaim)] == [1]
-
-
 def claimed() -> c.Result:
     empty = np.array([], np.int64)
     return c.Claimed(ids=(), rows=empty, generations=empty, fields=(), tags=())

@@ -1,9 +1,10 @@
-"""Interrupts, as of Ctrl-C, while a client opens or closes its session, and clients that a signal handler closes."""
+"""Interrupts, as of Ctrl-C, while a client opens its session or is in a call, and calls that interrupt others."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,10 @@ import torch
 import zmq
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.client import preallocated, session_state, unit_connections
 from dataplane.client import session as sessions
+from dataplane.client import session_state, unit_connections
 from dataplane.client.rpc import call_socket, channel, heartbeat
-from dataplane.errors import CallTimeoutError, ClientClosedError
-from dataplane.storage import client as unit_client
+from dataplane.errors import CallTimeoutError, ReentrantCallError, SessionInterruptedError
 from tests.controller.service import NEVER_S
 from tests.restarts import WAIT_S, wait_until
 
@@ -73,39 +73,6 @@ def test_an_interrupted_connect_leaves_nothing(
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "before"),
-    [
-        (sessions, "end_copies", False),
-        (preallocated.PreallocatedBuffer, "give_up_all", False),
-        (session_state.SessionState, "close", True),
-        (unit_connections.UnitConnections, "close", False),
-        (unit_client.UnitConnection, "close", True),
-        (unit_client.InFlight, "wait", True),
-        (channel.ControllerChannel, "close", True),
-        (channel.ControllerChannel, "_resend_all", True),
-        (channel.ControllerChannel, "_send_bye", True),
-        (channel.ControllerChannel, "_send_bye", False),
-        (heartbeat.HeartbeatThread, "close", True),
-        (heartbeat.HeartbeatThread, "close", False),
-        (zmq.Context, "destroy", True),
-    ],
-)
-def test_an_interrupted_close_can_be_repeated(
-    owner: Any, name: str, before: bool, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_first = held(observer)
-    client = connect(observer.config.address)
-    client.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted(getattr(owner, name), before=before))
-        with pytest.raises(KeyboardInterrupt):
-            client.close()
-    client.close()
-    client.close()
-    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
-
-
 def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPlaneClient) -> None:
     at_first = held(observer)
     client = connect(observer.config.address, call_timeout_s=0.05, connect_timeout_s=0.05)
@@ -118,64 +85,107 @@ def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPl
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
 
 
-def close_in_a_put(
-    owner: Any, name: str, closes_again: bool, observer: DataPlaneClient, patch: pytest.MonkeyPatch
-) -> None:
-    client = connect(observer.config.address)
-    mine, real = threading.get_ident(), getattr(owner, name)
+def signalled(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in which a signal arrives if the main thread calls it."""
 
-    def interrupted_once(*arguments: Any, **options: Any) -> Any:
-        if threading.get_ident() == mine and getattr(owner, name) is not real:
-            patch.setattr(owner, name, real)
-            client.close()
+    def replacement(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGUSR1)
         return real(*arguments, **options)
 
+    return replacement
+
+
+POINTS = [
+    (call_socket.CallSocket, "exchange"),  # while it holds the socket of all threads
+    (unit_connections.UnitConnections, "write"),  # while it copies
+    (session_state.SessionState, "leftovers"),
+    (channel.ControllerChannel, "_leave"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), POINTS)
+def test_what_a_signal_handler_raises_in_a_call_ends_the_session(
+    owner: Any, name: str, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise TimeoutError("of the handler")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    at_first = held(observer)
+    client = connect(observer.config.address)
+    first = client._connections.get()
     with ThreadPoolExecutor() as threads:
         claim = threads.submit(client.claim_meta, "p", "t", ["x"], 1, timeout_s=NEVER_S)
-        waiting = client._connections.get()._channel._socket.waiting
-        wait_until(lambda: waiting, "the claim waits")
-        patch.setattr(channel, "CLOSE_S", NEVER_S)
-        patch.setattr(owner, name, interrupted_once)
-        with pytest.raises(ClientClosedError):
-            client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
-        assert isinstance(claim.exception(WAIT_S), ClientClosedError)
-    if closes_again:
-        client.close()
+        wait_until(lambda: first._channel._socket.waiting, "the claim waits")
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, signalled(getattr(owner, name)))
+            with pytest.raises(TimeoutError, match="of the handler"):
+                client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
+            signal.signal(signal.SIGUSR1, before)
+        assert isinstance(claim.exception(WAIT_S), SessionInterruptedError)
+    client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
+    assert client._connections.get() is not first
+    wait_until(lambda: "closed" in repr(first), "the interrupted session is closed")
+    assert len(observer.stats().sessions) == at_first[0] + 1
+    client.close()
+    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (call_socket.CallSocket, "exchange"),  # while it holds the socket of all threads
-        (unit_connections.UnitConnections, "write"),  # while it copies
-        (session_state.SessionState, "leftovers"),
-        (channel.ControllerChannel, "_leave"),
-    ],
-)
-@pytest.mark.parametrize("closes_again", [True, False])
-def test_a_signal_handler_may_close_the_client_whose_call_it_interrupts(
-    owner: Any, name: str, closes_again: bool, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+def test_an_ordinary_error_of_a_call_ends_no_session(observer: DataPlaneClient) -> None:
+    with connect(observer.config.address) as client:
+        first = client._connections.get()
+        with pytest.raises(KeyError):
+            client.get_samples(["none"], "p", ["x"])
+        with pytest.raises(TypeError):
+            client.put_samples(["a"], "p", {"x": [object()]})
+        assert client._connections.get() is first
+
+
+@pytest.mark.parametrize(("owner", "name"), POINTS)
+def test_a_call_that_interrupts_another_one_of_its_thread_is_refused(
+    owner: Any, name: str, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_first = held(observer)
-    with monkeypatch.context() as patch:  # whose replacement refers to the client
-        close_in_a_put(owner, name, closes_again, observer, patch)
+    refused: list[BaseException] = []
+    real = getattr(owner, name)
+    client = connect(observer.config.address)
+
+    def finalizer() -> None:
+        monkeypatch.setattr(owner, name, real)
+        for call in (client.stats, client.close):
+            try:
+                call()
+            except ReentrantCallError as error:
+                refused.append(error)
+
+    def replacement(*arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == mine and not refused:
+            finalizer()
+        return real(*arguments, **options)
+
+    mine = threading.get_ident()
+    monkeypatch.setattr(owner, name, replacement)
+    client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
+    assert len(refused) == 2
+    assert client.list_samples("p").sample_ids == ["a"]
+    client.close()
+
+
+def test_bytes_of_an_interrupted_session_stay_until_its_copies_and_views_end(observer: DataPlaneClient) -> None:
+    client = connect(observer.config.address)
+    client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
+    view = client.get_samples(["a"], "p", ["x"], copy=False)["x"]
+    session = client._connections.get()
+    with (copy := threading.Lock()):
+        session._copies.enter(copy)
+        session._interrupt()
+        client.put_samples(["a"], "p", {"x": torch.zeros(1, 40_000)})
+        assert "interrupted" in repr(session)
+        assert len(observer.stats().sessions) == 3
+    wait_until(lambda: "closed" in repr(session), "the copy has ended")
+    assert (view == 1).all()
+    assert observer.stats().units[0].retired_bytes > 0
+    del view
     gc.collect()
-    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
-
-
-def test_a_signal_handler_may_close_the_client_that_connects(
-    observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_first = held(observer)
-    client = DataPlaneClient(observer.config)
-    finalize = sessions.weakref.finalize
-
-    def interrupted_once(*arguments: Any) -> Any:
-        monkeypatch.setattr(sessions.weakref, "finalize", finalize)
-        client.close()
-        return finalize(*arguments)
-
-    monkeypatch.setattr(sessions.weakref, "finalize", interrupted_once)
-    with pytest.raises(ClientClosedError):
-        client.stats()
-    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
+    wait_until(lambda: not observer.stats().units[0].retired_bytes, "the bytes under the view are free")
+    client.close()

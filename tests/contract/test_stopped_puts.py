@@ -87,17 +87,17 @@ class HeldUnit:
         monkeypatch.setattr(UnitConnection, "write", watched)
         monkeypatch.setattr(UnitConnection, "_receive_written", once_it_began)
 
-    def interrupt_between_frames(self) -> None:
-        """Arm an interrupt in the client's second request, once its first is with the unit."""
+    def fail_between_frames(self) -> None:
+        """Arm an error in the client's second request, once its first is with the unit."""
         frames = iter(range(100))
         self.limit_s = WAIT_S
 
-        def interrupt() -> None:
+        def fail() -> None:
             if next(frames) == 3:
                 assert self.began.wait(WAIT_S)
-                raise KeyboardInterrupt
+                raise RuntimeError("a failpoint")
 
-        failpoints.arm("bulk.write.between_frames", interrupt)
+        failpoints.arm("bulk.write.between_frames", fail)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def done_or_waiting(put: Any, watcher: DataPlaneClient) -> None:
         pass
 
 
-@pytest.mark.parametrize("how", ["interrupt", "timeout"])
+@pytest.mark.parametrize("how", ["error", "timeout"])
 def test_space_is_reused_at_once_and_late_writes_do_not_land(
     server: Server, other: DataPlaneClient, held: HeldUnit, how: str
 ) -> None:
@@ -122,15 +122,15 @@ def test_space_is_reused_at_once_and_late_writes_do_not_land(
         ThreadPoolExecutor(2) as pool,
     ):
         failing.stats()
-        if how == "interrupt":
-            held.interrupt_between_frames()
+        if how == "error":
+            held.fail_between_frames()
         failed = pool.submit(failing.put_samples, names(WHOLE), "p", {"x": [*rows(WHOLE, 1)]})
         assert held.given_up.wait(WAIT_S)
         failpoints.disarm()
         put = pool.submit(other.put_samples, names(WHOLE), "p", {"x": rows(WHOLE, 2)})
         done_or_waiting(put, other)
         held.go_on.set()
-        with pytest.raises(KeyboardInterrupt if how == "interrupt" else CallTimeoutError):
+        with pytest.raises(RuntimeError if how == "error" else CallTimeoutError):
             failed.result(WAIT_S)
         put.result(WAIT_S)
         # The unit takes turns between sockets: once as many reads are answered as writes were left, those are done.
@@ -200,7 +200,7 @@ def fail_at_the_third_frame() -> Callable[[], None]:
 
     def fail() -> None:
         if next(frames) == 3:
-            raise KeyboardInterrupt
+            raise RuntimeError("a failpoint")
 
     return fail
 
@@ -211,7 +211,7 @@ def test_without_an_acknowledged_stop_the_space_stays_reserved_until_the_session
     monkeypatch.setattr(BulkServer, "_stop_put", refuse)
     failing = connect(server.address, force_remote=True)
     failpoints.arm("bulk.write.between_frames", fail_at_the_third_frame())
-    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError):
         failing.put_samples(names(WHOLE), "p", {"x": [*rows(WHOLE, 1)]})
     failpoints.disarm()
     assert "Storage unit 1 did not confirm" in caplog.text
@@ -234,11 +234,11 @@ def test_a_put_that_fails_after_its_write_asks_no_unit(
     monkeypatch.setattr(UnitConnection, "stop_put", refuse)
 
     def fail() -> None:
-        raise KeyboardInterrupt
+        raise RuntimeError("a failpoint")
 
     with connect(server.address, force_remote=True) as failing:
         failpoints.arm("put.before_commit", fail)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(RuntimeError):
             failing.put_samples(names(WHOLE), "p", {"x": rows(WHOLE, 1)})
         failpoints.disarm()
         other.put_samples(names(WHOLE), "p", {"x": rows(WHOLE, 2)})

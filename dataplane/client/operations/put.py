@@ -94,11 +94,7 @@ def _in_turn(session_state: SessionState, turn: Turn, append: Operation[Stored])
             yield Wait(turn.ready)
         return (yield from append)
     finally:
-        try:
-            session_state.appends.leave(turn)
-        except BaseException:  # an interrupt: later appends must not wait for this one
-            session_state.appends.leave(turn)
-            raise
+        session_state.appends.leave(turn)
 
 
 @with_retry
@@ -285,23 +281,15 @@ def store(
     preallocated space of the client, if there is any, instead of its own reservation. ids: the caller's ids of the
     samples."""
     committed: c.Committed
-    # Holds the part of preallocated space, if any. A list, so that an interrupt during `take` cannot lose the part.
-    taken: list[PreallocatedPart] = []
     try:
-        yield from _take_preallocated(session_state, bytes_of(encoded), taken)
-        if taken:
-            committed = yield from _store_preallocated(session_state, taken[0], commit, ids, encoded)
-            session_state.preallocated.finish(taken[0], failed=False)
-            taken.clear()  # `finally` reports the parts in it as failed
-            return committed
+        part = yield from _take_preallocated(session_state, bytes_of(encoded))
+        if part is not None:
+            return (yield from _store_preallocated(session_state, part, commit, ids, encoded))
     except (ServiceRestartedError, StorageUnitError) as error:
         log.info("Preallocated space was lost (%s); allocating new space", error)
     except CapacityTimeoutError:
         # A commit into preallocated space cannot wait for space; the `Allocate` below can.
         log.debug("Partition %r is full; applying its when_full policy", commit.partition)
-    finally:
-        for part in taken:
-            session_state.preallocated.finish(part, failed=True)
     # Without preallocated space, the put reserves its own.
     allocated = yield Send(
         c.Allocate(
@@ -380,24 +368,25 @@ def _with_columns(
     return replace(commit, reservation=reservation, offset=offset, columns=columns)
 
 
-def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
-    """Add preallocated space of the session for a small put to `taken`, after requesting more if necessary. `taken`
-    stays empty if no space is available."""
+def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[PreallocatedPart | None]:
+    """Return preallocated space of the session for a small put, after requesting more if necessary; None if no space is
+    available."""
     buffer = session_state.preallocated
-    if buffer.take(nbytes, taken):
-        return
+    part = buffer.take(nbytes)
+    if part is not None:
+        return part
     request = buffer.next_request(nbytes, session_state.connections.local_unit())
     if request is None:  # the put allocates its own space
-        return
+        return None
     try:
         granted = yield Send(request)
         buffer.add(granted.number, request, granted.result.offset, checksums=granted.result.checksums)
     except (CapacityTimeoutError, InvalidRequestError):  # no space, or the unit is not local to the session
         buffer.record_rejection()
-        return
+        return None
     finally:
         buffer.end_request()
-    buffer.take(nbytes, taken)  # takes nothing if other puts have taken the new space
+    return buffer.take(nbytes)  # None if other puts have taken the new space
 
 
 def _store_preallocated(
@@ -408,9 +397,15 @@ def _store_preallocated(
     encoded: Sequence[EncodedColumn],
 ) -> Operation[c.Committed]:
     """Copy the columns into the preallocated part and commit them."""
-    written = yield from _write_preallocated(session_state, part, encoded)
-    failpoints.hit("put.before_commit")
-    return (yield from send_for_samples(ids, _with_columns(commit, written, part.space.number, part.offset))).result  # type: ignore[no-any-return]
+    failed = True
+    try:
+        written = yield from _write_preallocated(session_state, part, encoded)
+        failpoints.hit("put.before_commit")
+        committed = yield from send_for_samples(ids, _with_columns(commit, written, part.space.number, part.offset))
+        failed = False
+        return committed.result  # type: ignore[no-any-return]
+    finally:
+        session_state.preallocated.finish(part, failed=failed)
 
 
 def _write_preallocated(
@@ -443,30 +438,30 @@ def store_joined(
     which is called immediately before the commit, returned False. Raise the errors after which it is unknown whether
     the puts were stored."""
     commit, columns = joined_commit(puts), joined_columns(puts)
-    taken: list[PreallocatedPart] = []  # as in `store`
+    part: PreallocatedPart | None = None
     is_sent = False
+    failed = True
     try:
-        yield from _take_preallocated(session_state, sum(put.nbytes for put in puts), taken)
-        if not taken:
+        part = yield from _take_preallocated(session_state, sum(put.nbytes for put in puts))
+        if part is None:
             return None
-        written = yield from _write_preallocated(session_state, taken[0], columns, commit.parts)
+        written = yield from _write_preallocated(session_state, part, columns, commit.parts)
         if not wanted():
             return None
         failpoints.hit("put.before_commit")
         ids = [each for put in puts for each in put.ids]
-        full = _with_columns(commit, written, taken[0].space.number, taken[0].offset)
+        full = _with_columns(commit, written, part.space.number, part.offset)
         is_sent = True
         committed = (yield from send_for_samples(ids, full)).result
-        session_state.preallocated.finish(taken[0], failed=False)
-        taken.clear()
+        failed = False
         return results_of(puts, committed)
     except Exception as error:
         if is_sent and (isinstance(error, _UNCERTAIN_ERRORS) or not isinstance(error, DataPlaneError)):
             raise
         return None
     finally:
-        for part in taken:
-            session_state.preallocated.finish(part, failed=True)
+        if part is not None:
+            session_state.preallocated.finish(part, failed=failed)
 
 
 def release_space(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from dataplane.client.rpc.call_socket import CallSocket, WaitingCall
-from dataplane.client.rpc.channel import CLOSE_S
+from dataplane.client.rpc.call_socket import CLOSE_S, CallSocket, WaitingCall, say_bye
 from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
@@ -72,6 +71,8 @@ class AsyncChannel(OpenChannel):
         self._none_pending = asyncio.Event()
         self._none_pending.set()
         self._closing: asyncio.Task[None] | None = None  # the task of `_close`, started by the last call of `close`
+        # Called when an interrupt is raised outside of the calls, in a callback of the loop.
+        self.on_interrupt: Callable[[], None] = lambda: None
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._schedule_reconnect
         )
@@ -114,7 +115,7 @@ class AsyncChannel(OpenChannel):
             reply = await self._exchange(outgoing)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
-        except BaseException:
+        except (Exception, asyncio.CancelledError):
             self._abandon(outgoing)
             raise
         finally:
@@ -147,9 +148,21 @@ class AsyncChannel(OpenChannel):
         self._socket.open()
         if self._reads < 0:
             self._reads = self._socket.fd
-            self._loop.add_reader(self._reads, self._socket.exchange)
+            self._loop.add_reader(self._reads, self._use_socket)
         if self._socket.add(frames):
-            self._loop.call_soon(self._socket.exchange)
+            self._loop.call_soon(self._use_socket)
+
+    def _use_socket(self) -> None:
+        """Send the added requests and process the replies that have arrived."""
+        if self._calls.over:
+            return
+        try:
+            self._socket.exchange()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, which can leave half a message
+            self.on_interrupt()
+            raise
 
     def _close_socket(self) -> None:
         if self._reads >= 0:
@@ -207,13 +220,23 @@ class AsyncChannel(OpenChannel):
                 asyncio.run_coroutine_threadsafe(closing, self._loop)
             except RuntimeError:  # the loop is closed
                 closing.close()  # the coroutine: it will never run
-                self._free_resources()
+                self.free()
 
         self._heartbeat.end_in_background(end)
 
-    def _free_resources(self) -> None:
-        """Free the socket, the thread and the context like `close`, after the loop was closed. No Bye is sent: the
-        session expires at the service."""
+    def end(self, error: DataPlaneError) -> None:
+        """Let all calls fail with this error, also those that wait, and close the socket."""
+        self._calls.end(error)
+        for waiting in self._waiting.values():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                waiting.end(error)
+        self._close_socket()
+
+    def free(self) -> None:
+        """Report the end of the session to the service and free all resources, after `end` or after the loop was
+        closed, in any thread. Blocks for a few seconds at most."""
+        if self._calls.owes_bye:
+            say_bye(self._context, self._calls)
         self._calls.end(ClientClosedError())
         self._socket.close()  # not by `_close_socket`, which needs the loop
         self._end_thread_and_context()
@@ -231,36 +254,24 @@ class AsyncChannel(OpenChannel):
         """Close the session; free the local resources even if that fails or is cancelled."""
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
-        unreachable = self._calls.unreachable  # read before `end`, after which it is always True
+        owes_bye = self._calls.owes_bye  # read before `end`, after which it is always False
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():
             waiting.end(ClientClosedError())
+        run = self._loop.run_in_executor
         try:
             await self._none_pending.wait()  # until the failed calls have cleaned up
-            if not unreachable:
-                await self._send_bye()
+            if owes_bye:
+                await run(None, say_bye, self._context, self._calls)
         finally:
             self._close_socket()
-            await self._loop.run_in_executor(None, self._end_thread_and_context)  # it blocks
+            await run(None, self._end_thread_and_context)  # it blocks
 
     def _end_thread_and_context(self) -> None:
         """Stop the heartbeat thread, then free the ZMQ context, unless the thread still uses it. Blocks for up to
         `CLOSE_S`."""
         if self._heartbeat.close(CLOSE_S):
             self._context.term()
-
-    async def _send_bye(self) -> None:
-        """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
-        bye = self._calls.begin(c.Bye(), CLOSE_S)
-        waiting = self._waiting[bye.number] = _Waiting(bye, self._loop)
-        try:
-            self._send(bye.frames)
-        except ServiceUnavailableError as error:
-            log.warning("Session close could not be sent: %s", error)
-            return
-        await asyncio.wait([waiting.answered], timeout=CLOSE_S)
-        if not waiting.ended:
-            log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)
 
 
 def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:

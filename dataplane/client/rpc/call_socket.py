@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -13,11 +14,16 @@ import zmq
 from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.client.rpc.pending_calls import Calls, OutgoingCall
 from dataplane.core import zmq_io
-from dataplane.errors import DataPlaneError
+from dataplane.core.wakeup import poll_ms
+from dataplane.errors import DataPlaneError, ServiceUnavailableError
+from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import enough_for
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Timeout of each stage of closing."""
 
 
 class WaitingCall(ABC):
@@ -130,3 +136,28 @@ def arrived_replies(dealer: Socket) -> Iterator[list[zmq_frames.Reply]]:
     malformed one."""
     for frames in zmq_io.arrived(dealer):
         yield zmq_frames.Reply.parse([frame.bytes for frame in frames])
+
+
+def say_bye(context: zmq.Context[Socket], calls: Calls) -> None:
+    """Report the end of the session to the service on a socket of its own. Block up to `CLOSE_S` for its confirmation;
+    log a failure. The unanswered posted calls are sent again before it, on the same socket, so that the service
+    executes them before the session ends."""
+    session = calls.session
+    requests = [outgoing.frames for outgoing in calls.due(all_of_them=True)]
+    bye = calls.begin(c.Bye(), CLOSE_S)
+    try:
+        with enough_for(session.endpoint):
+            dealer = dealer_socket(context, session.endpoint, session.keys)
+    except ServiceUnavailableError as error:
+        log.warning("Session close could not be sent: %s", error)
+        return
+    try:
+        for message in zmq_frames.messages([*requests, bye.frames]):
+            send(dealer, message)
+        while (left_s := bye.deadline - time.monotonic()) > 0 and dealer.poll(poll_ms(left_s)):
+            for replies in arrived_replies(dealer):
+                if any(reply.number == bye.number for reply in replies):
+                    return
+    finally:
+        dealer.close()
+    log.warning("Service at %s did not confirm the session close; the session will expire there", session.address)

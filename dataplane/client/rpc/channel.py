@@ -9,19 +9,18 @@ import select
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable
 
 import zmq
 
-from dataplane.client.rpc.call_socket import CallSocket, WaitingCall, arrived_replies, send
-from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
+from dataplane.client.rpc.call_socket import CLOSE_S, CallSocket, WaitingCall, say_bye
+from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
 from dataplane.core.failpoints import hit
 from dataplane.core.in_flight import InFlight
-from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.core.wakeup import Waker
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError, from_wire, to_wire
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
@@ -29,21 +28,16 @@ from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 5.0
-"""Timeout of each stage of closing."""
-
 
 class _Waiting(WaitingCall):
     """A call whose thread waits: it polls for all threads, or sleeps until another thread wakes it.
 
-    `thread` is the ident of its thread. `active` is held while the call waits. `polling` is set while the thread polls,
-    which `waker` ends.
+    `active` is held while the call waits. `polling` is set while the thread polls, which `waker` ends.
     """
 
     def __init__(self, outgoing: OutgoingCall, waker: Waker) -> None:
         super().__init__(outgoing)
         self.outcome: zmq_frames.Reply | DataPlaneError | None = None
-        self.thread = threading.get_ident()
         self.active = threading.Lock()
         self.polling = False
         self._waker = waker
@@ -79,10 +73,7 @@ class ControllerChannel(OpenChannel):
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
-    `_use` is held by the thread that uses `_socket`, without blocking operations; `_user` is its ident. A finalizer or
-    a signal handler may interrupt this thread and make a call, which gets a socket of its own. `_poller` is the call
-    whose thread polls. After an interrupt it may be a call that is no longer active, and then no thread polls. `_guard`
-    protects it, `_closing` and `_owes_bye`: whether `end` has yet to report the end of the session to the service.
+    After an interrupt in a thread that uses the channel, only `end` and `close` may be called (see `Session`).
     """
 
     def __init__(
@@ -93,14 +84,14 @@ class ControllerChannel(OpenChannel):
         self._context = context
         self._pid = os.getpid()
         self._socket: CallSocket[_Waiting] = CallSocket(context, self._calls)
+        # Held by the thread that uses `_socket`, without blocking operations.
         self._use = threading.Lock()
-        self._user = 0
         self._waker = Waker()
+        # The call whose thread polls. `_guard` protects it.
         self._poller: _Waiting | None = None
+        self._guard = threading.Lock()
         self._in_flight = InFlight()
-        self._guard = threading.RLock()  # a signal handler may make a call, and close the channel
         self._closing = False
-        self._owes_bye = False
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._maintain, moved=self._reconnect
         )
@@ -135,11 +126,9 @@ class ControllerChannel(OpenChannel):
         *,
         timeout_s: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-        acquired: list[tuple[int, c.Command]] | None = None,
     ) -> tuple[int, c.Result]:
         """Send a command, wait for its response and return its number and result. `meanwhile` is called once, after
-        the command was first sent. The number and the command are appended to `acquired` before the command is sent,
-        because an interrupt may occur after the response arrived.
+        the command was first sent.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
         (Allocate, FindCells, Shrink, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
@@ -152,12 +141,10 @@ class ControllerChannel(OpenChannel):
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
-            if acquired is not None:
-                acquired.append((outgoing.number, command))
             reply = self._exchange(outgoing, meanwhile)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
-        except BaseException:
+        except Exception:
             self._abandon(outgoing)
             raise
 
@@ -170,10 +157,7 @@ class ControllerChannel(OpenChannel):
                 raise ClientClosedError()
             self._socket.waiting[outgoing.number] = waiting
             try:
-                if self._user == waiting.thread:
-                    waiting.outcome = self._exchange_apart(outgoing)
-                else:
-                    self._send(outgoing.frames)
+                self._send(outgoing.frames)
                 meanwhile()
                 while waiting.outcome is None:
                     self._wait(waiting)
@@ -207,26 +191,6 @@ class ControllerChannel(OpenChannel):
             for outgoing in due:
                 self._send_once(outgoing)
 
-    def _exchange_apart(
-        self,
-        outgoing: OutgoingCall,
-        before: Sequence[OutgoingCall] = (),
-    ) -> zmq_frames.Reply | None:
-        """Send the calls `before` and this call on a socket of its own. Return the reply to this
-        call, or None if none arrives until its deadline."""
-        with enough_for(self.endpoint):
-            dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
-        try:
-            for message in zmq_frames.messages([each.frames for each in (*before, outgoing)]):
-                send(dealer, message)
-            while (left_s := outgoing.deadline - time.monotonic()) > 0 and dealer.poll(poll_ms(left_s)):
-                for reply in chain.from_iterable(arrived_replies(dealer)):
-                    if reply.number == outgoing.number:
-                        return reply
-            return None
-        finally:
-            dealer.close()
-
     # --- the shared socket
 
     def _send(self, frames: list[bytes]) -> None:
@@ -235,21 +199,14 @@ class ControllerChannel(OpenChannel):
         self._use_socket()
 
     def _use_socket(self) -> None:
-        """Send the requests of all threads and process the replies that have arrived. If this thread was interrupted
-        while it did that, leave them to it."""
-        ident = threading.get_ident()
-        if self._user == ident:
-            return
+        """Send the requests of all threads and process the replies that have arrived."""
         with self._use:
-            self._user = ident
             try:
                 self._socket.exchange()
             except BaseException:  # no socket could be opened, or an interrupt may have left half a message
                 self._socket.close()
                 self._resend_all()
                 raise
-            finally:
-                self._user = 0
 
     def _wait(self, waiting: _Waiting) -> None:
         """Wait until the call has ended or must be checked, and poll the socket unless another thread does."""
@@ -274,23 +231,20 @@ class ControllerChannel(OpenChannel):
         """Return whether the thread of this call polls for all; it does if no other one does."""
         if self._poller is not waiting:
             with self._guard:
-                other = self._poller
-                # A call of this thread polls on after this one, of a finalizer or a signal handler.
-                if other is not None and other.active.locked() and other.thread != waiting.thread:
+                if self._poller is not None:
                     return False
                 self._poller = waiting
         return True
 
     def _leave(self, waiting: _Waiting) -> None:
-        """Remove the call. If no other thread polls now, wake one that waits."""
+        """Remove the call. If its thread has polled, wake one that waits, to poll from now on."""
         self._socket.waiting.pop(waiting.outgoing.number, None)
         self._in_flight.leave(waiting.active)
-        with self._guard:
-            if self._poller is not None and self._poller is not waiting and self._poller.active.locked():
-                return
-            self._poller = None
+        if self._poller is not waiting:
+            return
+        self._poller = None
         for other in self._waiting():
-            if not other.ended or other.polling:  # polling: this call interrupted its thread, and took its turn
+            if not other.ended:
                 other.wake()
                 break
 
@@ -320,55 +274,34 @@ class ControllerChannel(OpenChannel):
         """See `HeartbeatThread.end_in_background`."""
         self._heartbeat.end_in_background(end)
 
-    def end(self) -> None:
-        """End the session: pending calls raise `ClientClosedError`. Wait only for the service's confirmation, for at
-        most `CLOSE_S`, and free nothing: a signal handler may call this while it interrupts a call of its thread."""
-        with self._guard:
-            if not self._closing:
-                self._owes_bye = not self._calls.unreachable  # read before `end`, after which it is always True
-                self._closing = True
-        self._calls.end(ClientClosedError())
+    def end(self, error: DataPlaneError) -> None:
+        """Let all calls fail with this error, also those that wait. Free nothing, and do not block."""
+        self._closing = True
+        self._calls.end(error)
         self._in_flight.shut()
         self._waker.wake()
         self._resend_all()  # they raise
-        if self._owes_bye:
-            self._send_bye()
-            self._owes_bye = False
 
-    def close(self) -> bool:
-        """Post the leftovers, end the session and free all resources. Return whether they are free:
-        a pending call or the heartbeat thread that does not end keeps them. Block for a few seconds
-        at most, even if the service does not respond. Idempotent; it can be repeated after an
-        interrupt. Does nothing in a forked child.
+    def close(self) -> None:
+        """Post the leftovers, end the session and free all resources. A pending call or the heartbeat
+        thread that does not end keeps them. Block for a few seconds at most, even if the service does
+        not respond. Idempotent. Does nothing in a forked child.
 
-        Call it only when no copy into or out of shared memory is in progress, in one thread at a time that is not in a
-        call.
+        Call it only when no copy into or out of shared memory is in progress, in one thread at a time
+        that is not in a call.
         """
-        if self._pid != os.getpid():
-            return True
+        if self._pid != os.getpid() or self._waker.fd < 0:
+            return
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
-        self.end()
+        owes_bye = self._calls.owes_bye  # read before `end`, after which it is always False
+        self.end(ClientClosedError())
         active = self._in_flight.wait(CLOSE_S)
-        thread_ended = self._heartbeat.close(CLOSE_S)
+        if owes_bye:
+            say_bye(self._context, self._calls)
         if active:
             log.error("Channel closed with %d pending calls that did not end within %.1f s", active, CLOSE_S)
-        elif thread_ended:  # freeing sockets while another thread uses them would be unsafe
+        elif self._heartbeat.close(CLOSE_S):  # freeing sockets that a thread uses would be unsafe
             self._socket.close()
             self._waker.close()
             self._context.destroy()  # closes sockets that an interrupt left open, too
-            return True
-        return False
-
-    def _send_bye(self) -> None:
-        """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation;
-        log a failure. The unanswered posted calls are sent again before it, on the same socket, so
-        that the service executes them before the session ends."""
-        posted = self._calls.due(all_of_them=True)
-        try:
-            if self._exchange_apart(self._calls.begin(c.Bye(), CLOSE_S), posted) is not None:
-                return
-        except ServiceUnavailableError as error:
-            log.warning("Session close could not be sent: %s", error)
-            return
-        log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)

@@ -23,6 +23,7 @@ from dataplane.errors import (
     RequestTooLargeError,
     ServiceUnavailableError,
     SessionExpiredError,
+    SessionInterruptedError,
     StaleCallError,
     StateDirError,
     from_wire,
@@ -80,7 +81,7 @@ class Calls:
         self._reconnect_s = config.reconnect_s
         self._timeout_s = config.call_timeout_s
         self._numbering = CallNumbers(session.number)
-        self._lock = threading.RLock()  # a finalizer or a signal handler that interrupts its thread may make a call
+        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._over: DataPlaneError | None = None
         """Why the session ended; None while it is open."""
@@ -119,6 +120,12 @@ class Calls:
         return self.over or bool(self._lost)
 
     @property
+    def owes_bye(self) -> bool:
+        """Whether the service responds and may still keep the session, which this process has not closed."""
+        is_open = self._over is None or isinstance(self._over, SessionInterruptedError)
+        return is_open and not self._lost and self._pid == os.getpid()
+
+    @property
     def waiting(self) -> bool:
         """Whether the service is lost and calls wait for its restart."""
         return bool(self._lost) and self._within_reconnect()
@@ -130,7 +137,8 @@ class Calls:
     def end(self, error: DataPlaneError) -> None:
         """End the session: `check` raises this error from now on."""
         # The first reason stays, unless the client itself was closed.
-        if self._over is None or isinstance(error, ClientClosedError):
+        is_closed = isinstance(error, ClientClosedError) and not isinstance(self._over, SessionInterruptedError)
+        if self._over is None or is_closed:
             self._over = error
 
     def record_loss(self, why: str) -> None:

@@ -56,21 +56,24 @@ class _BackgroundClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tq-compat-loop", daemon=True)
         self._thread.start()
 
+    @property
+    def usable(self) -> bool:
+        """Whether calls may be submitted; the async client replaces its own session."""
+        return True
+
     def submit(self, operation: Callable[..., Operation[T]], *args: Any) -> Any:
         """Start the operation on the loop. Return its `concurrent.futures.Future`."""
         return asyncio.run_coroutine_threadsafe(self._client.perform(operation, *args), self._loop)
 
-    def close(self) -> bool:
-        """Close the client, then stop the loop and the thread. Return whether that is complete; it can be repeated.
-        TimeoutError if the client does not close within `CLOSE_TIMEOUT_S`: it continues, so the loop keeps running."""
+    def close(self) -> None:
+        """Close the client, then stop the loop and the thread. Can be repeated. TimeoutError if the client does not
+        close within `CLOSE_TIMEOUT_S`: it continues, so the loop keeps running."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(CLOSE_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():  # a running loop cannot be closed
-            return False
-        self._loop.close()  # idempotent
-        return True
+        if not self._thread.is_alive():  # a running loop cannot be closed
+            self._loop.close()  # idempotent
 
 
 @contextlib.contextmanager
