@@ -98,13 +98,17 @@ class ForkLocal(Generic[C]):
         finalizer that interrupts a call of the object, or its creation."""
         if self._pid != os.getpid():
             self._reset_in_child()
-        self._closed = True
         with self._guard:
             if self._making.locked():
                 raise ReentrantCallError()
-            if self._instance is not None:
-                self._instance.close()
-                self._instance = None
+            self._closed = True
+            try:
+                if self._instance is not None:
+                    self._instance.close()
+                    self._instance = None
+            except ReentrantCallError:  # nothing was closed
+                self._closed = False
+                raise
 
 
 @functools.cache
