@@ -149,6 +149,10 @@ class DurableLedger:
                 return self._apply_idle_tick(item)
         return self._record_and_apply(item)
 
+    def inspect(self, command: c.Command) -> c.Result:
+        """`Ledger.inspect`, of which the journal has no record."""
+        return self._ledger.inspect(command)
+
     def _apply_idle_tick(self, tick: c.Tick) -> list[c.Output]:
         """Apply a tick at which nothing is due. It has no outputs, so it is recorded together with the next input."""
         self._tick = tick

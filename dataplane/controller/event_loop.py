@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +18,13 @@ from dataplane.controller.requests import Facts, Key, Reply, key_of, rejection_o
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core.failpoints import hit
 from dataplane.core.wakeup import Waker, poll_ms
-from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
+from dataplane.errors import (
+    CallTimeoutError,
+    DataPlaneError,
+    InternalError,
+    ServiceUnavailableError,
+    StateDirError,
+)
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
@@ -29,6 +36,8 @@ FORGET_S = 300.0
 TOGETHER = 64
 """Maximum number of ZMQ messages of an iteration, which share one fsync."""
 _FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_added"}
+INSPECT_S = 10.0
+"""Timeout in seconds of `LedgerThread.inspect`."""
 COMPLAIN_S = 10.0
 """Minimum interval in seconds between log lines about a journal that is not writable."""
 
@@ -39,6 +48,7 @@ class LedgerLike(Protocol):
     """The interface of a ledger that `LedgerThread` uses."""
 
     def apply(self, item: c.Input) -> list[c.Output]: ...
+    def inspect(self, command: c.Command) -> c.Result: ...
     def next_deadline(self) -> float | None: ...
 
     @property
@@ -137,6 +147,28 @@ class LedgerThread:
     def withdraw(self, item: c.Input, reply: Reply) -> None:
         """Let the ledger thread remove `reply`, which is not called after that. The item itself is not cancelled."""
         self._enqueue(lambda: self._forget(item, reply))
+
+    def inspect(self, command: c.Command) -> c.Result:
+        """Return the result of a command that changes nothing, or raise its error. It needs no session and leaves no
+        record in the journal. Raises `CallTimeoutError` after `INSPECT_S` seconds, `ServiceUnavailableError` once the
+        service is stopping."""
+        outcome: Future[c.Result] = Future()
+
+        def execute() -> None:
+            if not outcome.set_running_or_notify_cancel():  # it timed out
+                return
+            try:
+                outcome.set_result(self._ledger.inspect(command))
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self._enqueue(execute)
+        wait([outcome], INSPECT_S)
+        if not outcome.done():
+            outcome.cancel()
+            peer = f"the service at {self._facts.address}"
+            raise CallTimeoutError(what=type(command).__name__, waited_s=INSPECT_S, peer=peer)
+        return outcome.result()
 
     def run(self, job: Callable[[], None]) -> None:
         """Schedule `job`, which must be short, in the ledger thread. Does not block."""

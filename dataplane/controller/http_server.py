@@ -1,4 +1,4 @@
-"""The HTTP server: dashboard page, JSON, metrics and health. It reads the ledger through a `LocalSession`."""
+"""The HTTP server: dashboard page, JSON, metrics and health. It reads the ledger by `LedgerThread.inspect`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataplane.controller.dashboard.api import api, health
 from dataplane.controller.dashboard.files import LOGIN_FILES, page
 from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.event_loop import LedgerLike, LedgerThread
-from dataplane.controller.local_session import LocalSession
 from dataplane.controller.metrics.collector import ServiceMetrics
 from dataplane.controller.metrics.recorder import Recorder
 from dataplane.core.addresses import is_loopback
@@ -28,9 +27,8 @@ SAMPLE_S = 1.0
 
 
 class HttpInterface:
-    """Serves the state of `ledger` and the counters of `recorder` over HTTP. A thread keeps its session with the ledger
-    alive. why_not: health check of `/healthz`; returns why the service is unhealthy, or "". address: the controller's,
-    for errors of the session; the server binds to the host and port in `config`."""
+    """Serves the state of `ledger` and the counters of `recorder` over HTTP, at the host and port in `config`.
+    why_not: health check of `/healthz`; returns why the service is unhealthy, or ""."""
 
     def __init__(
         self,
@@ -39,30 +37,25 @@ class HttpInterface:
         ledger: LedgerLike,
         recorder: Recorder,
         why_not: Callable[[], str],
-        *,
-        address: str,
-        heartbeat_s: float,
     ) -> None:
         assert config.http_port is not None
         self._ledger_thread = ledger_thread
         self._ledger = ledger
         self._recorder = recorder
-        self._heartbeat_s = heartbeat_s
-        self._session = LocalSession(ledger_thread, name="tq http", address=address)
         token, tls = config.secret(), config.tls
         guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
         journal = ledger if isinstance(ledger, DurableLedger) else None
         files = page()  # the dashboard's handlers by path
-        metrics_handler = {"/metrics": metrics(ServiceMetrics(self._session.ask, recorder, journal))}
+        metrics_handler = {"/metrics": metrics(ServiceMetrics(ledger_thread.inspect, recorder, journal))}
         public = {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(why_not)}
         # Without a token, the guard requires none anyway; it must still check the host name of each request.
         if config.open_metrics and token is not None:
             public.update(metrics_handler)
-        site = Guarded(guard, {**files, **api(self._session.ask, recorder), **metrics_handler}, open=public)
+        site = Guarded(guard, {**files, **api(ledger_thread.inspect, recorder), **metrics_handler}, open=public)
         context = None if tls is None else server_context(tls)
         self.server = HttpServer(site, config.host, config.http_port, context=context)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._sample_and_beat, name="tq-http-beat", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="tq-http-sample", daemon=True)
 
     def start(self) -> Self:
         """Start the server and return once it listens. Raises OSError if it cannot."""
@@ -71,24 +64,17 @@ class HttpInterface:
         return self
 
     def stop(self) -> None:
-        """Stop the server and end the session. Idempotent."""
+        """Stop the server. Idempotent."""
         self._stopping.set()
         self.server.stop()
         if self._thread.ident is not None:  # it was started
             self._thread.join()
-        self._session.close()  # after the requests and heartbeats that use it
 
-    def _sample_and_beat(self) -> None:
-        """Until `stop`, record the live bytes in the ledger thread and send the session's heartbeats."""
-        interval_s = min(SAMPLE_S, self._heartbeat_s)
-        silent_s = 0.0  # the time since the last heartbeat
-        while not self._stopping.wait(interval_s):
-            silent_s += interval_s
+    def _sample(self) -> None:
+        """Until `stop`, record the live bytes in the ledger thread."""
+        while not self._stopping.wait(SAMPLE_S):
             with contextlib.suppress(ServiceUnavailableError):
                 self._ledger_thread.run(self._record_live_bytes)  # only that thread may read the ledger
-            if silent_s >= self._heartbeat_s:
-                silent_s = 0.0
-                self._session.beat()
 
     def _record_live_bytes(self) -> None:
         self._recorder.record_live_bytes(self._ledger.live_bytes)

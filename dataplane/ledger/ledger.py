@@ -24,7 +24,6 @@ from dataplane.ledger.allocation.budgets import Pressure
 from dataplane.ledger.allocation.reservations import Reservations
 from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.claims.claims import Claims
-from dataplane.ledger.encoding.fingerprint import digest
 from dataplane.ledger.encoding.image import ImageError, dump, load
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import Commits
@@ -91,6 +90,7 @@ class Ledger:
         self._compactions = Compactions(self._state, self._drains)
         self._pressure = Pressure(self._state)
         self._units = UnitReports(self._state, self._reservations, self._liveness, self._shrinks, self._compactions)
+        self._inspections = self._inspection_table()
         self._handlers = self._command_table()
         self._reports = self._report_table()
 
@@ -140,9 +140,9 @@ class Ledger:
         first = min(times)
         return None if first == float("inf") else first
 
-    def fingerprint(self) -> bytes:
-        """Return a digest of the whole state."""
-        return digest(self._roots())
+    def inspect(self, command: c.Command) -> c.Result:
+        """Return the result of a command that changes nothing, or raise its error. Needs no session."""
+        return self._inspections[type(command)](command)
 
     def image(self) -> bytes:
         """Serialize the whole state for `restored`. Call it only between two inputs."""
@@ -232,13 +232,7 @@ class Ledger:
             c.SetTags: self._partitions.set_tags,
             c.SetVersion: self._partitions.set_version,
             c.List: self._reads.list_samples,
-            c.Stats: self._reads.stats,
-            c.Inspect: self._inspection.matrix,
-            c.Show: self._inspection.show,
-            c.MapMemory: self._inspection.memory,
-            c.Waits: self._inspection.waits,
             c.Shrink: self._shrinks.shrink,
-            c.WhyBlocked: self._claims.why_blocked,
             c.Save: self._saves.save,
             c.ReadSaved: self._saves.read_saved,
             c.Stage: self._saves.stage,
@@ -247,6 +241,18 @@ class Ledger:
             c.FindCells: self._drains.find,
             c.Move: self._drains.move,
             c.Forget: self._units.forget,
+            **{kind: _of_any_session(execute) for kind, execute in self._inspections.items()},
+        }
+
+    def _inspection_table(self) -> dict[type[c.Command], Callable[[Any], c.Result]]:
+        """Return the handler of every command that changes nothing and needs no session."""
+        return {
+            c.Stats: self._reads.stats,
+            c.Inspect: self._inspection.matrix,
+            c.Show: self._inspection.show,
+            c.MapMemory: self._inspection.memory,
+            c.Waits: self._inspection.waits,
+            c.WhyBlocked: self._claims.why_blocked,
         }
 
     def _serve_parked_calls(self) -> None:
@@ -445,3 +451,8 @@ class Ledger:
             if session is not None and call_number in session.parked:
                 return
             heapq.heappop(state.alarms)
+
+
+def _of_any_session(execute: Callable[[Any], c.Result]) -> Handler:
+    """Return the handler of calls with a command that needs no session."""
+    return lambda session, number, command: execute(command)

@@ -68,6 +68,13 @@ class ScriptedLedger:
                 return [c.UnitAdded(cookie=item.cookie, unit=1)]
         return []
 
+    def inspect(self, command: c.Command) -> c.Result:
+        result = self.answer(c.Call(session=0, number=0, watermark=0, command=command))
+        if isinstance(result, DataPlaneError):
+            raise result
+        assert result is not None
+        return result
+
     def next_deadline(self) -> float | None:
         return self.deadline
 

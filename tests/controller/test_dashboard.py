@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -17,12 +18,13 @@ import torch
 
 from dataplane import DataPlaneClient, DataPlaneConfig, Server, connect, serve
 from dataplane.config import MIB
-from dataplane.controller import local_session
+from dataplane.controller import event_loop
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
 from dataplane.protocol.http import server as server_module
 from dataplane.protocol.http.auth import Guard
 from dataplane.protocol.http.messages import HttpError, HttpRequest
+from tests.controller.service import NEVER_S
 from tests.restarts import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, Answer, ask, context
@@ -51,7 +53,7 @@ def _busy_machine() -> Iterator[None]:
     """Neither a client nor a ledger that a busy machine delays is given up."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server_module, "READ_S", WAIT_S)
-        patched.setattr(local_session, "ASK_S", WAIT_S)
+        patched.setattr(event_loop, "INSPECT_S", WAIT_S)
         yield
 
 
@@ -195,32 +197,29 @@ def test_nothing_can_be_changed(server: Server, method: str) -> None:
     assert (answer.status, answer.headers["allow"]) == (405, "GET")
 
 
-def test_the_session_of_the_server_lives_as_long_as_it_is_looked_at_and_longer(server: Server) -> None:
-    """Its heartbeats are more frequent than its silence would be noticed: nothing is said in the log."""
-    json(server, "/api/stats")
-    time.sleep(1.0)
-    with connect(server.address, client_name="looker") as client:
-
-        def lives() -> bool:
-            (mine,) = (session for session in client.stats().sessions if session.name == "tq http")
-            return mine.state == "live"
-
-        wait_until(lives, "a heartbeat after it")
-        shown = [session["name"] for session in json(server, "/api/stats")["sessions"]]
-        assert "looker" in shown
-        assert "tq http" not in shown, "it is no client"
+def test_what_looks_at_a_service_leaves_no_session_and_no_record(tmp_path: Path) -> None:
+    config = {"capacity_bytes": MIB, "http_port": 0, "state_dir": str(tmp_path), "heartbeat_s": NEVER_S}
+    with serve({**config, "session_timeout_s": NEVER_S}) as server, connect(server.address) as client:
+        client.register_partition("train", ["ids"], None, ["policy"])
+        durable = server._controller._durable
+        assert durable is not None
+        records = durable.lag
+        for path in (*PATHS[1:5], "/api/why?partition=train&task=policy"):
+            assert ask(server.http_address, path).status == 200
+        assert durable.lag == records
+        assert len(client.stats().sessions) == 1
 
 
-def test_a_session_that_was_given_up_is_opened_anew() -> None:
-    with Controller(DataPlaneConfig(http_port=0, heartbeat_s=30.0, session_timeout_s=300.0)) as controller:
-        address = controller.http_address
-        assert ask(address, "/api/stats").json["sessions"] == []
-        assert controller._http is not None
-        own = controller._http._session
-        first = own._session
-        own._session += 1  # one that the ledger does not know
-        assert [session["session"] for session in ask(address, "/api/stats").json["sessions"]] == [first]
-        assert own._session > first
+def test_a_ledger_that_is_busy_for_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "INSPECT_S", 0.05)
+    busy = threading.Event()
+    with Controller(DataPlaneConfig(http_port=0)) as controller:
+        assert controller._ledger_thread is not None
+        controller._ledger_thread.run(busy.wait)
+        answer = ask(controller.http_address, "/api/stats")
+        busy.set()
+    assert (answer.status, answer.json["error"]) == (503, "CallTimeoutError")
+    assert "Stats" in answer.json["message"]
 
 
 # --- health

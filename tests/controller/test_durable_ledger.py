@@ -25,6 +25,7 @@ from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import image, journal_records
 from tests.ledger.driver import Driver
+from tests.ledger.fingerprint import fingerprint
 from tests.ledger.test_replay import a_busy_day
 
 SETTINGS = LedgerSettings(reserve_fraction=0.15, heartbeat_s=2.0, session_timeout_s=20.0)
@@ -70,7 +71,7 @@ def test_a_life_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     assert second.recovered
     assert second.epoch > first.epoch
     before.apply(c.Restarted(epoch=second.epoch, **vars(SETTINGS)))
-    assert second._ledger.fingerprint() == before.fingerprint()
+    assert fingerprint(second._ledger) == fingerprint(before)
     second.close()
 
 
@@ -93,8 +94,8 @@ def test_it_goes_on_from_an_image_and_what_came_after(tmp_path: Path, monkeypatc
     assert main([str(tmp_path), "250"]) == 0
     first._journal.begin_from(250)
     live(first, log[300:])
-    before = first._ledger.fingerprint()
-    assert module.rebuild(first._journal).fingerprint() == before
+    before = fingerprint(first._ledger)
+    assert fingerprint(module.rebuild(first._journal)) == before
     first.close()
     second = opened(tmp_path)
     second.close()
@@ -117,8 +118,8 @@ def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.
     number = durable._journal.fact("image")
     assert isinstance(number, int)
     assert number >= 50
-    expected = durable._ledger.fingerprint()
-    assert module.rebuild(durable._journal).fingerprint() == expected
+    expected = fingerprint(durable._ledger)
+    assert fingerprint(module.rebuild(durable._journal)) == expected
     durable.close()
 
 
@@ -155,7 +156,7 @@ def test_ticks_at_which_nothing_is_due_only_pass_time(seed: int) -> None:
         assert not any(each.apply(c.Tick(now=time)) for time in times)
         assert not any(last.apply(c.Tick(now=time)) for time in times[-1:])
         assert repr(each.apply(item)) == repr(last.apply(item))
-    assert each.fingerprint() == last.fingerprint()
+    assert fingerprint(each) == fingerprint(last)
 
 
 def test_images_of_small_ledgers_are_made_in_passing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,7 @@ def test_images_of_small_ledgers_are_made_in_passing(tmp_path: Path, monkeypatch
         assert durable._journal.last - number <= 31
         assert durable._images._process is None
     assert number > 300
-    assert module.rebuild(durable._journal).fingerprint() == durable._ledger.fingerprint()
+    assert fingerprint(module.rebuild(durable._journal)) == fingerprint(durable._ledger)
     durable.close()
 
 
@@ -215,8 +216,8 @@ def test_a_failed_image_is_told_and_the_journal_grows_on(
         maker.wait(60)
     live(durable, log[20:])
     assert "Image of the ledger could not be written" in caplog.text
-    expected = durable._ledger.fingerprint()
-    assert module.rebuild(durable._journal).fingerprint() == expected
+    expected = fingerprint(durable._ledger)
+    assert fingerprint(module.rebuild(durable._journal)) == expected
     durable.close()
 
 
@@ -249,7 +250,7 @@ def test_what_cannot_be_written_is_not_applied(tmp_path: Path, monkeypatch: pyte
     durable = opened(tmp_path)
     log = a_day()
     live(durable, log[:10])
-    before = durable._ledger.fingerprint()
+    before = fingerprint(durable._ledger)
 
     def full(self: Journal, record: bytes) -> None:
         raise self.error("cannot be written: database or disk is full")
@@ -259,7 +260,7 @@ def test_what_cannot_be_written_is_not_applied(tmp_path: Path, monkeypatch: pyte
         for item in log[10:20]:
             with pytest.raises(StateDirError, match="disk is full"):
                 durable.apply(item)
-    assert durable._ledger.fingerprint() == before
+    assert fingerprint(durable._ledger) == before
     live(durable, log[10:])
     durable.close()
 
@@ -269,8 +270,8 @@ def test_a_failure_of_the_ledger_is_the_same_failure_again(tmp_path: Path, caplo
     live(durable, a_day()[:20])
     with pytest.raises(ValueError, match="must be greater than the current epoch"):
         durable.apply(c.Restarted(epoch=1, **vars(SETTINGS)))
-    before = durable._ledger.fingerprint()
-    assert module.rebuild(durable._journal).fingerprint() == before
+    before = fingerprint(durable._ledger)
+    assert fingerprint(module.rebuild(durable._journal)) == before
     durable.close()
     with caplog.at_level(logging.ERROR):
         opened(tmp_path).close()

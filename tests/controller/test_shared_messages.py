@@ -19,6 +19,7 @@ from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from tests.controller.service import ScriptedLedger
 from tests.ledger.driver import Driver
+from tests.ledger.fingerprint import fingerprint
 from tests.ledger.test_replay import a_busy_day
 
 pytestmark = pytest.mark.integration
@@ -102,7 +103,7 @@ def test_a_history_in_shared_messages_has_the_outcome_of_one_in_single_messages(
         while left and isinstance(left[0], c.Call) and left[0].session == first.session and len(calls) < most:
             calls.append(left.pop(0))
         link.serve(shell, first.session, list(zmq_frames.messages(zmq_frames.request(call) for call in calls)))
-    assert together.fingerprint() == alone.fingerprint()
+    assert fingerprint(together) == fingerprint(alone)
     assert expected
     for session, replies in expected.items():
         came = [each for message in link.replies(session, len(replies)) for each in message]

@@ -8,7 +8,7 @@ import sys
 import atheris
 
 # What every input of a ledger goes through takes most of its time, and is of no interest but to one target.
-_OFTEN = [] if "images" in sys.argv else ["dataplane.ledger.encoding.image", "dataplane.ledger.encoding.fingerprint"]
+_OFTEN = [] if "images" in sys.argv else ["dataplane.ledger.encoding.image"]
 
 with atheris.instrument_imports(include=["dataplane", "workers"], exclude=_OFTEN):
     from tests.fuzz.targets import TARGETS

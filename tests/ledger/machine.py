@@ -75,6 +75,7 @@ from dataplane.ledger.commands import (
 from tests.ledger.budget_books import BudgetBooks, given_bytes
 from tests.ledger.claim_checks import LIMITS, Client
 from tests.ledger.claim_model import Name
+from tests.ledger.fingerprint import fingerprint
 from tests.ledger.model import Model, merge_tags
 from tests.ledger.oracle import overlooked
 from tests.ledger.reservation_checks import ReservationChecks
@@ -497,4 +498,4 @@ class LedgerDriver(ReservationChecks):
         again = Ledger(7, limits=LIMITS, checksums=Checksums.ALWAYS)
         replayed = [canonical(output) for item in self.log for output in again.apply(item)]
         assert replayed == self.said == [canonical(output) for output in self.outputs]
-        assert again.fingerprint() == self.ledger.fingerprint()
+        assert fingerprint(again) == fingerprint(self.ledger)

@@ -14,6 +14,7 @@ from dataplane.errors import InvalidRequestError, PartitionNotFoundError, Sample
 from dataplane.ledger import commands as c
 from dataplane.ledger.samples import inspection
 from tests.ledger.driver import Client, Driver, by_ids
+from tests.ledger.fingerprint import fingerprint
 
 KIB = 1024
 
@@ -273,3 +274,22 @@ def test_figures_of_some_partitions(client: Client) -> None:
         client.call(c.StatsReport, c.Stats(partitions=("nobody",)))
     with pytest.raises(InvalidRequestError, match="limit=-1"):
         client.call(c.StatsReport, c.Stats(limit=-1))
+
+
+def test_looking_without_a_session_gives_the_same_and_changes_nothing(driver: Driver, client: Client) -> None:
+    client.put(["a", "b"], {"x": [1, 2]})
+    client.claimed(1, ["x"], lease_s=9.0)
+    looks: list[c.Command] = [
+        c.Stats(),
+        c.Waits(),
+        c.Inspect(partition="p", columns=2),
+        c.MapMemory(unit=1, cells=4),
+        c.Show(partition="p", samples=by_ids("a")),
+        c.WhyBlocked(partition="p", task="train", fields=("x", "reward")),
+    ]
+    before = fingerprint(driver.ledger)
+    seen = [repr(driver.ledger.inspect(look)) for look in looks]
+    assert fingerprint(driver.ledger) == before
+    assert seen == [repr(client.call(c.Result, look)) for look in looks]
+    with pytest.raises(PartitionNotFoundError):
+        driver.ledger.inspect(c.Inspect(partition="none", columns=2))

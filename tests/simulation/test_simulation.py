@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
+from tests.ledger.fingerprint import fingerprint
 from tests.ledger.values import canonical
 from tests.profiles import LONG, budget
 from tests.simulation.plans import Plan, new_ledger, plans, schedules, simulate, small_pages
@@ -26,4 +27,4 @@ def test_what_was_written_down_replays(plan: Plan, decisions: bytes) -> None:
     with small_pages():
         outputs = [output for item in record.log for output in again.apply(item)]
     assert canonical(outputs) == canonical(record.outputs)
-    assert again.fingerprint() == record.ledger.fingerprint()
+    assert fingerprint(again) == fingerprint(record.ledger)

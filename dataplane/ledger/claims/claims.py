@@ -358,7 +358,7 @@ class Claims:
             consumed=partition.complete and all(task.claimed - task.unsettled == live for task in tasks)
         )
 
-    def why_blocked(self, session: Session, number: int, command: c.WhyBlocked) -> c.Blocked:
+    def why_blocked(self, command: c.WhyBlocked) -> c.Blocked:
         """Return the facts about why a claim with the command's terms would wait."""
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)

@@ -1,1 +1,1 @@
-"""Encodings of the ledger: the state image, the journal's records, and the fingerprint for comparing two states."""
+"""Encodings of the ledger: the state image and the journal's records."""

@@ -13,7 +13,7 @@ from dataplane.ledger.state.claim_terms import least_of
 from dataplane.ledger.state.extents import LIVE, RESERVED, RETIRED, Extents
 from dataplane.ledger.state.fields import Field
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import ParkedAllocate, ParkedClaim, Session
+from dataplane.ledger.state.sessions import ParkedAllocate, ParkedClaim
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tasks import ReadyIndex, Task
 
@@ -28,13 +28,12 @@ BEYOND = 1 << 62
 
 
 class Inspection:
-    """Executes the commands Inspect, Show, MapMemory and Waits. The methods that take (session, number, command)
-    execute call `number` of that session."""
+    """Executes the commands Inspect, Show, MapMemory and Waits, which change nothing."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def matrix(self, session: Session, number: int, command: c.Inspect) -> c.Matrix:
+    def matrix(self, command: c.Inspect) -> c.Matrix:
         """Return how many samples have each field, and are claimed or leased by each task, for equal parts of the
         partition by age. In a large partition only some samples of each part are examined."""
         partition = self.state.partition(command.partition)
@@ -63,7 +62,7 @@ class Inspection:
             ),
         )
 
-    def show(self, session: Session, number: int, command: c.Show) -> c.Shown:
+    def show(self, command: c.Show) -> c.Shown:
         """Return one sample (of the first partition that has its id, if none is named): where its cells are, its tags,
         and its state for each task."""
         self.state.check_samples(command.samples)
@@ -135,7 +134,7 @@ class Inspection:
             until=float(task.ends[row]) if owner and task.ends is not None else None,
         )
 
-    def memory(self, session: Session, number: int, command: c.MapMemory) -> c.MemoryMap:
+    def memory(self, command: c.MapMemory) -> c.MemoryMap:
         """Return how many bytes are live, reserved, retired and pinned in each of equal parts of the arena ("cells" of
         the view), by address."""
         unit = self.state.unit(command.unit)
@@ -160,7 +159,7 @@ class Inspection:
             extents=len(numbers),
         )
 
-    def waits(self, session: Session, number: int, command: c.Waits) -> c.WaitList:
+    def waits(self, command: c.Waits) -> c.WaitList:
         """Return the claims and puts that wait, longest waiting first, up to the limit. The command may restrict them
         to a partition, and to the claims of a task (then without puts)."""
         state = self.state

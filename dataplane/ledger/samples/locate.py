@@ -185,7 +185,7 @@ class Reads:
     def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:
         return c.UnitList(units=tuple(unit.info() for unit in self.state.units.values()))
 
-    def stats(self, session: Session, number: int, command: c.Stats) -> c.StatsReport:
+    def stats(self, command: c.Stats) -> c.StatsReport:
         """Return the statistics of the units, the sessions, and the named partitions (none named: of all), up to the
         limit on partitions."""
         state = self.state

@@ -1,4 +1,4 @@
-"""A digest of an object graph, which is equal for two states reached by the same steps."""
+"""A digest of a ledger's state, which is equal for two states reached by the same steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import DataPlaneError
+from dataplane.ledger import Ledger
 
 
 class _Walk:
@@ -85,3 +86,8 @@ def digest(value: Any) -> bytes:
     walk = _Walk()
     walk.add(value)
     return walk.sum.digest()
+
+
+def fingerprint(ledger: Ledger) -> bytes:
+    """Return a digest of everything on which the ledger's outputs depend."""
+    return digest(ledger._roots())
