@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -27,18 +28,19 @@ from h2.connection import H2Connection
 from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
-from dataplane import AuthenticationError, connect
+from dataplane import AuthenticationError, connect, serve
 from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.controller import grpc_public, grpc_server, health
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
 from dataplane.errors import SessionExpiredError, to_wire
-from dataplane.protocol import http2, server_keys
+from dataplane.protocol import http2, server_keys, zap, zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import NONCE_BYTES, proof_of
 from dataplane.protocol.server_keys import keys_of
 from dataplane.protocol.zap import ENDPOINT
 from dataplane.storage.arena_record import discard
+from dataplane.storage.transport.request_chunks import MAX_FRAME_BYTES
 from tests.logs import logged
 from tests.restarts import CONFIG, RestartableService, wait_until
 from tests.test_security import endpoint_of_unit, heard, hello
@@ -138,6 +140,39 @@ def send_unfinished(peer: socket.socket, mechanism: bytes, first: bytes, parts: 
         peer.sendall(first)
         for each in parts:
             peer.sendall(each)
+
+
+@pytest.mark.parametrize("endpoint", ["controller", "unit"])
+def test_handshakes_that_are_too_many_are_hung_up_on(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Those that succeeded do not count."""
+    monkeypatch.setattr(zap, "HANDSHAKE_MS", 3_600_000)
+    monkeypatch.setattr(zap, "HELD_BYTES", 4 * MAX_FRAME_BYTES)
+    monkeypatch.setattr(zmq_frames, "MAX_REQUEST_FRAME_BYTES", MAX_FRAME_BYTES)  # so that there are four in either
+    with serve({"capacity_bytes": 8 * MIB, "token": TOKEN}) as server, contextlib.ExitStack() as ends:
+        for _ in range(4):
+            put_and_get(ends.enter_context(connect(server.address, token=TOKEN, force_remote=True)))
+        unit = endpoint_of_unit(server, token=TOKEN).removeprefix("tcp://")
+        address = zmq_address_of(server.address) if endpoint == "controller" else unit
+        peers = []
+        # Clients that have come and gone may count as one more each.
+        for _ in range(64):
+            peers.append(ends.enter_context(socket.create_connection(split_address(address), timeout=WAIT_S)))
+            peers[-1].sendall(greeting(b"PLAIN"))
+        wait_until(lambda: has_ended(peers[-1]), "the last one to be hung up on")
+        assert not any(map(has_ended, peers[:4]))
+        for peer in peers:
+            peer.close()
+        with connect(server.address, token=TOKEN, force_remote=True) as client:
+            put_and_get(client)
+
+
+def has_ended(peer: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while select.select([peer], [], [], 0)[0]:
+            if not peer.recv(1 << 16):
+                return True
+        return False
+    return True
 
 
 def endpoint_of_unit_at(address: str) -> str:

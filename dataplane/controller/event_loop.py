@@ -212,7 +212,7 @@ class LedgerThread:
         try:
             while not self._stopping.is_set():
                 deadline = self._ledger.next_deadline()
-                ready = dict(poller.poll(self._timeout_ms(deadline)))
+                ready = dict(poller.poll(None if deadline is None else poll_ms(deadline - self._now())))
                 woken = 0.0 if self._observer is None else self._observer.clock()  # for `busy_s`
                 self._advance_clock(deadline)
                 if self._waker.fd in ready:
@@ -223,7 +223,6 @@ class LedgerThread:
                     _run_guarded("a message of the ZMQ server", self._serve_zmq)
                 if self._zmq.monitor in ready:
                     _run_guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
-                self._zmq.hang_up()  # unauthenticated peers
                 self._drop_abandoned()
                 self._deliver_outgoing()
                 if self._observer is not None:
@@ -256,9 +255,6 @@ class LedgerThread:
         began = self._observer.clock()
         sync()
         self._observer.synced(self._observer.clock() - began)
-
-    def _timeout_ms(self, deadline: float | None) -> int | None:  # until the deadline or `hang_up`; None: no limit
-        return self._zmq.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
 
     def _now(self) -> float:
         """Return the time of the ledger's clock, which excludes pauses of this process."""

@@ -22,8 +22,7 @@ from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.proof import Ticket
-from dataplane.protocol.unauthenticated import Unauthenticated
-from dataplane.protocol.zap import Admission
+from dataplane.protocol.zap import Admission, Handshakes
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +74,10 @@ class ZmqServer:
         self._closed = False
         self._held: dict[bytes, list[bytes]] | None = None  # the frames of replies by caller, see `replies_together`
         try:
-            refused = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0  # without a ticket, any peer is served
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | refused)
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            if ticket is not None:  # otherwise any peer is served
+                events |= Handshakes.EVENTS | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            self.monitor = self.socket.get_monitor_socket(events)
             if ticket is not None:
                 self._admission = Admission(self._context, "the controller", keys)
                 self._admission.admit(ticket)
@@ -88,9 +89,7 @@ class ZmqServer:
             self.close()
             raise
         self.endpoints = (ipc, f"tcp://*:{self.port}")
-        self._unauthenticated = Unauthenticated(
-            self.endpoints, zmq_frames.MAX_REQUEST_FRAME_BYTES, curve=keys is not None
-        )
+        self._handshakes = Handshakes(self.endpoints, zmq_frames.MAX_REQUEST_FRAME_BYTES)
 
     def _bind_tcp(self, host: str, port: int) -> int:
         try:
@@ -132,8 +131,6 @@ class ZmqServer:
             match event:
                 case zmq.EVENT_ACCEPTED:
                     later_accepts[descriptor] -= 1
-                    if self._admission is not None:
-                        self._unauthenticated.began(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
@@ -147,17 +144,19 @@ class ZmqServer:
         """Read the pending events of the monitor. Return (event, descriptor) pairs."""
         events = []
         while readable(self.monitor):
-            events.append(receive_event(self.monitor))
+            event, descriptor = receive_event(self.monitor)
+            if self._admission is not None:
+                self._handshakes.note(event, descriptor)
+            events.append((event, descriptor))
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
         """Handle a closed connection: log a failed handshake, and report its session as silent, unless another
         connection has the session too. replaced: a later connection reuses the descriptor, and the session that
         `_session_of` has for it is already that connection's."""
-        peer = self._unauthenticated.ended(descriptor)
         if self._admission is not None and self._handshake_failed:  # the event before this one, of the same peer
             self._handshake_failed = False
-            self._admission.complain(f"a peer at {peer or 'an unknown address'}", _NO_HANDSHAKE)
+            self._admission.complain("a peer", _NO_HANDSHAKE)
         session = None if replaced else self._forget(descriptor)
         if session is not None and session not in self._connections:
             handler.handle(c.SessionSilent(session=session), None, caller=None)
@@ -171,18 +170,8 @@ class ZmqServer:
                 del self._connections[session]
         return session
 
-    def pause_ms(self, most: int | None) -> int | None:
-        """Return the time until `hang_up` must be called, in milliseconds, at most `most` (None: unlimited)."""
-        return self._unauthenticated.pause_ms(most)
-
-    def hang_up(self) -> None:
-        """Close connections of unauthenticated peers if there are too many. Does not block."""
-        self._unauthenticated.hang_up()
-
     def _dispatch(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
         """Handle the requests of one message; reply with the error if it is malformed."""
-        if self._admission is not None:  # a peer whose message arrives has presented the ticket: `hang_up` keeps it
-            self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
         try:
             requests = zmq_frames.split_requests([frame.bytes for frame in frames])
         except DataPlaneError as error:

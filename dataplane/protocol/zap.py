@@ -13,15 +13,20 @@ import hmac
 import logging
 import math
 import os
+import socket as sockets
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
+from dataplane.core.listeners import bound_to, copied, place_of
+from dataplane.core.zmq_io import readable, receive_event
 from dataplane.protocol.curve import ServerKeys, encrypt
+from dataplane.protocol.fd_limits import share
 from dataplane.protocol.proof import Ticket
 
 log = logging.getLogger(__name__)
@@ -30,6 +35,9 @@ ENDPOINT = "inproc://zeromq.zap.01"  # where ZMQ looks for a handler
 DOMAIN = b"tq"
 HANDSHAKE_MS = 10_000
 """Timeout of the handshake, after which the connection is closed."""
+EVENTS_PER_TURN = 256
+HELD_BYTES = 1 << 30
+"""Maximum memory that ZMQ may hold for the connections in the handshake of one port: a frame of each."""
 COMPLAIN_S = 10.0
 """Minimum interval between log lines about rejected peers; any peer could otherwise fill a disk with them."""
 
@@ -154,6 +162,53 @@ class Admission:
             return TAKEN
         # A wrong code for this instance comes from a wrong token. For another instance the code may be right.
         return REFUSED if shown[0] == ticket.instance.encode() else ANOTHER_INSTANCE
+
+
+class Handshakes:
+    """Limits the connections of a guarded ROUTER that are in the handshake, because ZMQ buffers a frame of each.
+    Connections above the limit are closed at once. Used by the thread that reads the socket's monitor.
+
+    endpoints: the socket's endpoints, as ZMQ names them. frame_bytes: the maximum size of a frame.
+    """
+
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    """The events that the monitor must report."""
+
+    def __init__(self, endpoints: Iterable[str], frame_bytes: int) -> None:
+        self._places = frozenset(map(place_of, endpoints))
+        self._most = share(8, HELD_BYTES // frame_bytes)  # at most an eighth of the files that this process may open
+        # When open connections were accepted, by descriptor, and when handshakes succeeded, in the last `HANDSHAKE_MS`,
+        # oldest first. ZMQ does not report which connection succeeded; the difference is the number in the handshake.
+        self._accepted: dict[int, float] = {}
+        self._succeeded: deque[float] = deque()
+
+    def note(self, event: int, descriptor: int) -> None:
+        """Count one event of the monitor, and close an accepted connection above the limit. Does not block."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._succeeded.append(time.monotonic())
+            return
+        self._accepted.pop(descriptor, None)
+        if event != zmq.EVENT_ACCEPTED:
+            return
+        now = time.monotonic()
+        self._accepted[descriptor] = now
+        earliest = now - HANDSHAKE_MS / 1000
+        while next(iter(self._accepted.values())) < earliest:
+            del self._accepted[next(iter(self._accepted))]
+        while self._succeeded and self._succeeded[0] < earliest:
+            self._succeeded.popleft()
+        if len(self._accepted) - len(self._succeeded) > self._most:
+            # The descriptor may have been closed, and reused for another file.
+            with copied(descriptor) as copy, contextlib.suppress(OSError):
+                if copy is not None and bound_to(copy) in self._places:
+                    copy.shutdown(sockets.SHUT_RDWR)
+
+    def take_events(self, monitor: zmq.Socket[Any]) -> None:
+        """Count pending events, at most `EVENTS_PER_TURN`. Does not block."""
+        for _ in range(EVENTS_PER_TURN):
+            if not readable(monitor):
+                return
+            self.note(*receive_event(monitor))
 
 
 def present(socket: zmq.Socket[Any], ticket: Ticket | None, curve_key: str = "") -> None:

@@ -38,8 +38,7 @@ from dataplane.ledger.commands import FenceSession, Input, SessionAlive, Session
 from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.proof import Ticket
-from dataplane.protocol.unauthenticated import Unauthenticated
-from dataplane.protocol.zap import Admission
+from dataplane.protocol.zap import Admission, Handshakes
 from dataplane.protocol.zmq_frames import TLS, beginning, is_tls
 from dataplane.storage.arena import Arena
 from dataplane.storage.arena_access import ArenaAccess
@@ -145,7 +144,7 @@ class BulkServer:
                 self._admission = Admission(self._context, name, self._keys, on_refused=self._count_refused)
                 self._admission.guard(self._router)  # before the router is bound
                 self.admit(self._token)
-                self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+                self._monitor = self._router.get_monitor_socket(Handshakes.EVENTS)
             self._frames = UnitFrames(self._router, self._fault)
             self.endpoints = bind(
                 self._router,
@@ -154,7 +153,7 @@ class BulkServer:
                 advertise_host=self._advertise_host,
                 guarded=self._is_guarded,
             )
-            self._unauthenticated = Unauthenticated(self.endpoints, MAX_FRAME_BYTES, curve=self._keys is not None)
+            self._handshakes = Handshakes(self.endpoints, MAX_FRAME_BYTES)
         except BaseException:
             self._close_sockets()
             self._close_engine()
@@ -251,8 +250,7 @@ class BulkServer:
                 if self._router in ready:
                     self._serve_messages()
                 if self._monitor is not None:
-                    self._unauthenticated.take_events(self._monitor)
-                    self._unauthenticated.hang_up()  # closes the connections above its limits
+                    self._handshakes.take_events(self._monitor)
                 if self._arena_orders.in_flight:
                     self._run_guarded("an order", self._arena_orders.step)
         except BaseException:
@@ -269,7 +267,7 @@ class BulkServer:
         if self._arena_orders.in_flight:
             return dict(poller.poll(0))  # the next step of an order is due
         most_ms = None if pause_s is None else int(pause_s * 1000)  # 0 for a pause below a millisecond
-        ready = dict(poller.poll(self._unauthenticated.pause_ms(most_ms)))
+        ready = dict(poller.poll(most_ms))
         if not ready and pause_s is not None and pause_s < 0.001:
             time.sleep(pause_s)  # the poll did not wait, because it counts whole milliseconds
         return ready
