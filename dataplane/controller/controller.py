@@ -168,7 +168,8 @@ class Controller:
         health = ServiceHealth(self._ledger_thread)
         grpc.serve(self._ledger_thread, facts, health.why_not)
         if recorder is not None:
-            self._http = HttpInterface(config, self._ledger_thread, ledger, recorder, health.why_not).start()
+            http = HttpInterface(config, self._ledger_thread, ledger, recorder, health.why_not)
+            self._http = http.start()
 
     def _persistent_token(self, name: str, nbytes: int) -> str:
         """Return a random token. It is stored under `name` in the state directory, if there is one, and reused by later

@@ -149,9 +149,9 @@ class LedgerThread:
         self._enqueue(lambda: self._forget(item, reply))
 
     def inspect(self, command: c.Command) -> c.Result:
-        """Return the result of a command that changes nothing, or raise its error. It needs no session and leaves no
-        record in the journal. Raises `CallTimeoutError` after `INSPECT_S` seconds, `ServiceUnavailableError` once the
-        service is stopping."""
+        """Return the result of a command that changes nothing, or raise its error. It needs no
+        session and leaves no record in the journal. Raises `CallTimeoutError` after `INSPECT_S`
+        seconds, `ServiceUnavailableError` once the service is stopping."""
         outcome: Future[c.Result] = Future()
 
         def execute() -> None:
@@ -212,7 +212,8 @@ class LedgerThread:
         try:
             while not self._stopping.is_set():
                 deadline = self._ledger.next_deadline()
-                ready = dict(poller.poll(None if deadline is None else poll_ms(deadline - self._now())))
+                timeout_ms = None if deadline is None else poll_ms(deadline - self._now())
+                ready = dict(poller.poll(timeout_ms))
                 woken = 0.0 if self._observer is None else self._observer.clock()  # for `busy_s`
                 self._advance_clock(deadline)
                 if self._waker.fd in ready:

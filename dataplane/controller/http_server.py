@@ -1,4 +1,4 @@
-"""The HTTP server: dashboard page, JSON, metrics and health. It reads the ledger by `LedgerThread.inspect`."""
+"""The HTTP server of the controller: dashboard page, JSON, metrics and health."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
+from prometheus_client import CollectorRegistry
+
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.dashboard.api import api, health
-from dataplane.controller.dashboard.files import LOGIN_FILES, page
+from dataplane.controller.dashboard.files import page
 from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.event_loop import LedgerLike, LedgerThread
 from dataplane.controller.metrics.collector import ServiceMetrics
 from dataplane.controller.metrics.recorder import Recorder
-from dataplane.core.addresses import is_loopback
 from dataplane.errors import ServiceUnavailableError
-from dataplane.protocol.http.auth import Guard
-from dataplane.protocol.http.prometheus import metrics
-from dataplane.protocol.http.routes import Guarded
-from dataplane.protocol.http.server import HttpServer
+from dataplane.protocol.http import HttpServer, metrics
 from dataplane.protocol.tls import server_context
 
 SAMPLE_S = 1.0
@@ -27,8 +25,9 @@ SAMPLE_S = 1.0
 
 
 class HttpInterface:
-    """Serves the state of `ledger` and the counters of `recorder` over HTTP, at the host and port in `config`.
-    why_not: health check of `/healthz`; returns why the service is unhealthy, or ""."""
+    """Serves the state of `ledger`, read by `LedgerThread.inspect`, and the counters of `recorder`
+    over HTTP, at the host and port in `config`. why_not: health check of `/healthz`; returns why
+    the service is unhealthy, or ""."""
 
     def __init__(
         self,
@@ -42,18 +41,23 @@ class HttpInterface:
         self._ledger_thread = ledger_thread
         self._ledger = ledger
         self._recorder = recorder
-        token, tls = config.secret(), config.tls
-        guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
+        token = config.secret()
         journal = ledger if isinstance(ledger, DurableLedger) else None
-        files = page()  # the dashboard's handlers by path
-        metrics_handler = {"/metrics": metrics(ServiceMetrics(ledger_thread.inspect, recorder, journal))}
-        public = {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(why_not)}
-        # Without a token, the guard requires none anyway; it must still check the host name of each request.
+        registry = CollectorRegistry()
+        registry.register(ServiceMetrics(ledger_thread.inspect, recorder, journal))
+        metrics_handler = {"/metrics": metrics(registry)}
+        public = {"/healthz": health(why_not)}
+        # Without a token the host name of each request must still be checked.
         if config.open_metrics and token is not None:
             public.update(metrics_handler)
-        site = Guarded(guard, {**files, **api(ledger_thread.inspect, recorder), **metrics_handler}, open=public)
-        context = None if tls is None else server_context(tls)
-        self.server = HttpServer(site, config.host, config.http_port, context=context)
+        self.server = HttpServer(
+            {**page(), **api(ledger_thread.inspect, recorder), **metrics_handler},
+            config.host,
+            config.http_port,
+            token=token,
+            public=public,
+            context=None if config.tls is None else server_context(config.tls),
+        )
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="tq-http-sample", daemon=True)
 

@@ -141,7 +141,7 @@ class Ledger:
         return None if first == float("inf") else first
 
     def inspect(self, command: c.Command) -> c.Result:
-        """Return the result of a command that changes nothing, or raise its error. Needs no session."""
+        """Return the result of a command that changes nothing, or raise its error."""
         return self._inspections[type(command)](command)
 
     def image(self) -> bytes:

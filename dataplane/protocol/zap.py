@@ -37,7 +37,7 @@ HANDSHAKE_MS = 10_000
 """Timeout of the handshake, after which the connection is closed."""
 EVENTS_PER_TURN = 256
 HELD_BYTES = 1 << 30
-"""Maximum memory that ZMQ may hold for the connections in the handshake of one port: a frame of each."""
+"""Maximum memory that ZMQ may hold for connections in the handshake of one port: a frame of each."""
 COMPLAIN_S = 10.0
 """Minimum interval between log lines about rejected peers; any peer could otherwise fill a disk with them."""
 
@@ -165,8 +165,9 @@ class Admission:
 
 
 class Handshakes:
-    """Limits the connections of a guarded ROUTER that are in the handshake, because ZMQ buffers a frame of each.
-    Connections above the limit are closed at once. Used by the thread that reads the socket's monitor.
+    """Limits the connections of a guarded ROUTER that are in the handshake, because ZMQ buffers a
+    frame of each. Those above the limit are closed at once. Used by the thread that reads the
+    socket's monitor.
 
     endpoints: the socket's endpoints, as ZMQ names them. frame_bytes: the maximum size of a frame.
     """
@@ -176,14 +177,15 @@ class Handshakes:
 
     def __init__(self, endpoints: Iterable[str], frame_bytes: int) -> None:
         self._places = frozenset(map(place_of, endpoints))
-        self._most = share(8, HELD_BYTES // frame_bytes)  # at most an eighth of the files that this process may open
-        # When open connections were accepted, by descriptor, and when handshakes succeeded, in the last `HANDSHAKE_MS`,
-        # oldest first. ZMQ does not report which connection succeeded; the difference is the number in the handshake.
+        self._most = share(8, HELD_BYTES // frame_bytes)  # an eighth of this process's open files
+        # When open connections were accepted, by descriptor, and when handshakes succeeded, in the
+        # last `HANDSHAKE_MS`, oldest first. ZMQ does not report which connection succeeded; the
+        # difference of the numbers is that of the connections in the handshake.
         self._accepted: dict[int, float] = {}
         self._succeeded: deque[float] = deque()
 
     def note(self, event: int, descriptor: int) -> None:
-        """Count one event of the monitor, and close an accepted connection above the limit. Does not block."""
+        """Count one event of the monitor; close an accepted connection above the limit."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._succeeded.append(time.monotonic())
             return

@@ -15,9 +15,10 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import CollectorRegistry
 
 from dataplane.config import MIB, DataPlaneConfig
-from dataplane.core.addresses import boot_id, is_loopback, reachable_host
+from dataplane.core.addresses import boot_id, reachable_host
 from dataplane.core.checksums import damaged
 from dataplane.core.failpoints import hit
 from dataplane.core.file_locks import file_system
@@ -27,11 +28,7 @@ from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
 from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.fd_limits import require_enough
-from dataplane.protocol.http.auth import Guard
-from dataplane.protocol.http.messages import HttpRequest, Response, plain
-from dataplane.protocol.http.prometheus import metrics
-from dataplane.protocol.http.routes import Guarded
-from dataplane.protocol.http.server import HttpServer
+from dataplane.protocol.http import HttpRequest, HttpServer, Response, metrics, plain
 from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.protocol.tls import server_context
 from dataplane.storage.arena import PAGE_BYTES, Arena
@@ -237,10 +234,16 @@ class StorageUnit:
 
     def _create_http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
         """Return the HTTP server for metrics, which require authorization, and health."""
-        guard = Guard(config.secret(), secure=config.tls is not None, local=is_loopback(config.host))
-        site = Guarded(guard, {"/metrics": metrics(BulkMetrics(self._counts, self._facts))}, {"/healthz": self._health})
-        context = None if config.tls is None else server_context(config.tls)
-        return HttpServer(site, config.host, port, context=context)
+        registry = CollectorRegistry()
+        registry.register(BulkMetrics(self._counts, self._facts))
+        return HttpServer(
+            {"/metrics": metrics(registry)},
+            config.host,
+            port,
+            token=config.secret(),
+            public={"/healthz": self._health},
+            context=None if config.tls is None else server_context(config.tls),
+        )
 
     def _facts(self) -> UnitFacts | None:
         """Return a snapshot for the metrics; None while the unit is not running."""

@@ -9,8 +9,7 @@ from typing import Protocol
 from dataplane.controller.metrics.throughput import FlowReport
 from dataplane.controller.metrics.timeline import TimelineReport
 from dataplane.ledger import commands as c
-from dataplane.protocol.http.messages import HttpRequest, Parameters, Response, as_json, plain
-from dataplane.protocol.http.routes import Handler
+from dataplane.protocol.http import Handler, HttpRequest, Parameters, Response, as_json, plain
 
 PARTS = 256
 """Default number of columns or cells of a chart."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dataplane.protocol.http.messages import HTML, Response
-from dataplane.protocol.http.routes import Handler
+from dataplane.protocol.http import HTML, Handler, Response
 
 PAGE = Path(__file__).parent / "page"
 _TYPES = {
@@ -18,9 +17,6 @@ _TYPES = {
     ".json": "application/json",
     ".woff2": "font/woff2",
 }
-
-LOGIN_FILES = ("/base.css", "/icon.svg")
-"""Files of the login form, served without authentication."""
 
 
 def page(folder: Path = PAGE) -> dict[str, Handler]:

@@ -1,5 +1,6 @@
 // Requests to the service. Every request has a deadline. Every failure is one of three errors, which the page handles
-// differently: it logs in again, reports that the service is unavailable, or shows why the request was rejected.
+// differently: it loads again, so that the browser asks for the token, reports that the service is unavailable, or
+// shows why the request was rejected.
 
 const DEADLINE_MS = 8000;
 // A string or a number in JSON. Epochs and tags may have more digits than a JavaScript number can represent; they are
@@ -10,7 +11,7 @@ const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?/g;
 export class ServiceGone extends Error {}
 
 /** The service requires a token, and this browser has none, or one that is not valid. */
-export class LoginNeeded extends Error {}
+export class TokenNeeded extends Error {}
 
 /** The service rejected the request: `kind` is the name of the error. */
 export class Refused extends Error {
@@ -59,7 +60,7 @@ export async function ask(what, parameters = {}, stop = null) {
     const late = error.name === "TimeoutError";
     throw new ServiceGone(late ? `no answer within ${DEADLINE_MS / 1000} s` : "no response from this address");
   }
-  if (response.status === 401) throw new LoginNeeded("the service requires a token");
+  if (response.status === 401) throw new TokenNeeded("the service requires a token");
   quickest = Math.min(quickest, performance.now() - began);
   const answer = parse(body);
   if (response.ok && answer !== undefined) return answer;

@@ -1,6 +1,6 @@
 // Lookup of one sample by its id.
 
-import { ask, LoginNeeded } from "./api.js";
+import { ask, TokenNeeded } from "./api.js";
 import { el, say } from "./dom.js";
 import { bytes, count, seconds } from "./format.js";
 
@@ -36,7 +36,7 @@ export class Lookup {
         ...tell(await ask("sample", { partition: this.#partition.value, id: this.#id.value })),
       );
     } catch (error) {
-      if (error instanceof LoginNeeded) return window.location.reload();
+      if (error instanceof TokenNeeded) return window.location.reload();
       this.#result.replaceChildren(el("p", { class: "problem" }, error.message));
     }
     return undefined;

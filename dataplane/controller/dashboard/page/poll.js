@@ -1,7 +1,7 @@
 // Schedules the rounds of requests. A round starts only after the previous one has ended, so that requests do not pile
 // up on a slow service. Rounds are less frequent while the page is hidden or the service does not answer.
 
-import { LoginNeeded, ServiceGone } from "./api.js";
+import { TokenNeeded, ServiceGone } from "./api.js";
 
 const EVERY_MS = 1000;
 const HIDDEN_MS = 15000;
@@ -56,8 +56,8 @@ export class Poll {
       this.#failures = 0;
       this.#lostAt = null;
     } catch (error) {
-      if (error instanceof LoginNeeded) {
-        window.location.reload(); // the same address answers with the login form
+      if (error instanceof TokenNeeded) {
+        window.location.reload(); // the browser then asks for the token
         return;
       }
       // An error in this page is shown like a lost connection, and is also logged to the console.

@@ -1,1 +1,0 @@
-"""A bounded HTTP server, and the authentication of its requests."""
