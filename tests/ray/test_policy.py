@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ import ray
 import torch
 
 from dataplane import KVBatchMeta, build_data_plane_client, kv_first_write
-from dataplane.client.rpc import handshake
-from dataplane.core.addresses import boot_id
 from dataplane.errors import FieldNotProducedError, StaleSampleError
-from dataplane.storage import unit
 from tests.ray.standing import call_until_dead
 from workers import (
     LaunchedService,
@@ -27,7 +23,6 @@ from workers import (
     TQPolicy,
     launch_service,
 )
-from workers.training.sample_hosts import hosts_of_samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 LEFT_S = 60.0
@@ -110,31 +105,6 @@ def test_a_step(policy: TQPolicy) -> None:
             policy.write_to_dataplane(meta, {"advantages": torch.zeros(8, 8)})
         with pytest.raises(KeyError):
             policy.get_logprobs_from_meta(meta)
-
-
-def test_samples_go_to_ranks_on_their_own_host(
-    policy: TQPolicy, service: LaunchedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert policy._call("data_plane_host") == [boot_id()] * 2
-    policy.prepare_step(num_samples=8)
-    with monkeypatch.context() as there:
-        there.setattr(unit, "boot_id", lambda: "there")
-        there.setattr(handshake, "boot_id", lambda: "there")
-        far = unit.StorageUnit(replace(service.config, address=None), service.address)
-        far.start()
-        client = build_data_plane_client(service.config, bootstrap=False)
-    with far, client:
-        for i in range(8):
-            columns = {"input_ids": [torch.full((LENGTHS[i],), i)], "advantages": [torch.ones(LENGTHS[i])]}
-            (client if i < 5 else policy.dp_client).put_samples([f"s{i}"], "train", columns)
-        meta = policy.dp_client.list_samples("train").with_fields(["input_ids", "advantages"])
-        assert hosts_of_samples(policy.dp_client, meta) == ["there"] * 5 + [boot_id()] * 3
-        monkeypatch.setattr(policy, "_hosts", [boot_id(), "there"])
-        assert policy.train_from_meta(meta, "loss")["all_mb_metrics"]["ids"] == [0, 1, 2, 3, 4, 5, 6, 7]
-        monkeypatch.setitem(policy.cfg, "prefer_local_samples", True)
-        ids = policy.train_from_meta(meta, "loss")["all_mb_metrics"]["ids"]
-        assert (sorted(ids), set(ids[:4]) > {5, 6, 7}) == ([*range(8)], True)
-        policy.finish_step(meta)
 
 
 def test_global_batches_are_split_over_data_parallel_ranks(policy: TQPolicy) -> None:

@@ -22,7 +22,6 @@ from dataplane import (
     build_data_plane_client,
     shard_meta_for_dp,
 )
-from dataplane.core.addresses import boot_id
 from dataplane.core.durations import as_timeout
 from dataplane.core.schema import (
     ELEM_COUNTS_PER_GB,
@@ -136,10 +135,6 @@ class TQWorkerMixin:
         """
         if self._dp_client is None:
             self._dp_client = build_data_plane_client(cfg, bootstrap=False)
-
-    def data_plane_host(self) -> str:
-        """Return the host of this worker, in the service's notation of hosts (`UnitStats.host`)."""
-        return boot_id()
 
     def close_data_plane(self) -> None:
         """Close this worker's client. Idempotent."""

@@ -40,7 +40,6 @@ from workers.training.fields import (
     require_meta,
 )
 from workers.training.reports import aggregate_train_results
-from workers.training.sample_hosts import hosts_of_samples
 from workers.training.stages import (
     PREV_LP_TASK,
     REF_LP_TASK,
@@ -68,9 +67,8 @@ class TQPolicy:
     they are one data-parallel rank). dp_cfg: the data plane. With an address, the policy attaches to it; without one,
     it starts a service in this process, which ends with `close`. cfg: a mapping or an object with the settings
     train_global_batch_size, train_micro_batch_size, logprob_batch_size (each is optional), the settings of
-    micro-batches (see `workers.training.stages`), router_replay (whether it is "enabled", see
-    `get_logprobs_from_meta`), and prefer_local_samples: whether samples go to data-parallel ranks on the host of their
-    bytes, if that keeps the balance (see `shard_meta_for_dp`). tq_partition_id: the partition of each step's samples.
+    micro-batches (see `workers.training.stages`), and router_replay (whether it is "enabled", see
+    `get_logprobs_from_meta`). tq_partition_id: the partition of each step's samples.
     ValueError if a batch size of `cfg` is not an integer of at least 1, or if its micro-batches are possible for no
     stage.
 
@@ -100,7 +98,6 @@ class TQPolicy:
         self._written: dict[str, list[str]] = {}  # by partition: fields written since `prepare_step`
         self._step_open = False  # whether workers have, or may have, an open train step
         self._step_failed: str | None = None  # the method that failed in the open step, which can then only be aborted
-        self._hosts: list[str | None] | None = None  # of the data-parallel ranks, once requested
         config = DataPlaneConfig.of(dp_cfg).with_environment()
         self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
         try:
@@ -421,24 +418,13 @@ class TQPolicy:
             self._stamp_pad_seqlen(meta)
             has_axis = DATA_PARALLEL_AXIS in self.sharding_annotations.names
             dp_world = self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if has_axis else 1
-            arguments = packing_arguments(self.cfg, stage) | self._locality_arguments(meta)
+            arguments = packing_arguments(self.cfg, stage)
             metas, _ = shard_meta_for_dp(meta, dp_world=dp_world, batch_size=batch_size, **arguments)
             if batch_size is not None:
                 counts = [batch_size // dp_world] * (meta.size // batch_size)  # a rank's samples of each global batch
                 for part in metas:  # those with micro-batches have their counts already
                     part.extra_info.setdefault(ELEM_COUNTS_PER_GB, list(counts))
             return metas
-
-    def _locality_arguments(self, meta: KVBatchMeta) -> dict[str, Any]:
-        """Return the host arguments of `shard_meta_for_dp`. They are empty unless `cfg` enables prefer_local_samples
-        and the ranks are on several hosts."""
-        if not setting(self.cfg, "prefer_local_samples") or not meta.size:
-            return {}
-        if self._hosts is None:
-            self._hosts = self._call("data_plane_host")
-        if len(set(self._hosts)) < 2:
-            return {}
-        return {"row_hosts": hosts_of_samples(self.dp_client, meta), "rank_hosts": self._hosts}
 
     def _call(
         self, method: str, timed: Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any

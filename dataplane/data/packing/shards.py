@@ -13,8 +13,7 @@ import numpy as np
 from dataplane.core.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 from dataplane.data.meta import KVBatchMeta
 from dataplane.data.packing.balance import pack_balanced
-from dataplane.data.packing.bins import Bins, Int64s
-from dataplane.data.packing.locality import Exchange, Locality, exchange_bins, shards_of
+from dataplane.data.packing.bins import Int64s
 from dataplane.data.packing.packers import PackingAlgorithm, SequencePacker, get_packer
 from dataplane.errors import InvalidRequestError
 
@@ -40,8 +39,6 @@ def shard_meta_for_dp(
     batch_size: int | None = None,
     sequence_packing_args: Mapping[str, Any] | None = None,
     dynamic_batching_args: Mapping[str, Any] | None = None,
-    row_hosts: Sequence[str | None] | None = None,
-    rank_hosts: Sequence[str | None] | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
     """Return one meta per data-parallel rank, and the permutation that restores the original order of their rows.
 
@@ -51,19 +48,12 @@ def shard_meta_for_dp(
     `extra_info`: "micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb". Tags, lengths, row handles and
     other `extra_info` are kept. The split equals that of `BatchedDataDict.shard_by_batch_size`, row for row.
 
-    row_hosts, rank_hosts: the host that stores each sample, `[N]`, and the host of each rank; None if unknown. If both
-    are given, samples move between ranks so that more tokens are on the host that uses them, as far as the balance
-    does not get worse (see `plan_shards`).
-
     The second value is None if the concatenated ranks are already in the order of the meta. Otherwise it is the inverse
     permutation: row `inverse[i]` of the concatenated ranks is row i of `meta`.
 
-    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, for a
-    meta without required lengths, and for other numbers of hosts than of samples or ranks.
+    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, and for
+    a meta without required lengths.
     """
-    locality = None
-    if row_hosts is not None and rank_hosts is not None:
-        locality = Locality(rows=row_hosts, shards=rank_hosts, lengths=meta.sequence_lengths)
     plan = plan_shards(
         meta.size,
         lambda _: _lengths_of(meta),  # a meta has only these lengths, whatever the key
@@ -71,7 +61,6 @@ def shard_meta_for_dp(
         batch_size=batch_size,
         sequence_packing_args=sequence_packing_args,
         dynamic_batching_args=dynamic_batching_args,
-        locality=locality,
         name=lambda row: f"sample {meta.sample_ids[row]!r}",
     )
     metas = []
@@ -97,7 +86,6 @@ def plan_shards(
     allow_uneven_shards: bool = False,
     sequence_packing_args: Mapping[str, Any] | None = None,
     dynamic_batching_args: Mapping[str, Any] | None = None,
-    locality: Locality | None = None,
     name: Callable[[int], str] = "row {}".format,
 ) -> list[Shard]:
     """Assign `size` rows to `shards`, one global batch of `batch_size` rows (default: all) at a time.
@@ -118,11 +106,6 @@ def plan_shards(
     a global batch are dealt round-robin from the shortest to the longest. A micro-batch holds as many rows as fit the
     budget at its length: the rounded longest row of any rank. All ranks have the same micro-batch sizes and lengths.
 
-    locality: rows move between shards, and within their micro-batches, so that more tokens are in shards on their own
-    host, at no cost. The number of micro-batches stays the same, each within the budget (with dynamic batching, of the
-    same length). Shards keep their number of rows (packed shards approximately), and the heaviest shard of a global
-    batch gets no more tokens. If nothing can improve, the result equals the one without locality.
-
     Raises ValueError for numbers that do not divide, both kinds of arguments at once, arguments that are missing or out
     of range, and rows over the budget.
     """
@@ -142,31 +125,23 @@ def plan_shards(
         algorithm = arguments.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
         packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
         _, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
-        homes_and_hosts = None if locality is None else locality.number_hosts(size, shards)
-        return _split_packed(tokens, packer, shards, per_batch, homes_and_hosts, largest_first=order == "largest_first")
+        return _split_packed(tokens, packer, shards, per_batch, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
         arguments = _Arguments("dynamic_batching_args", dynamic_batching_args)
         budget, multiple = arguments.budget(), arguments.count("sequence_length_round", 1)
         lengths, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
-        homes_and_hosts = None if locality is None else locality.number_hosts(size, shards)
-        return _split_dynamic(lengths, tokens, budget, shards, per_batch, homes_and_hosts)
-    plan = _split_plain(size, shards, per_batch)
-    return plan if locality is None else _improve_plain(plan, size, per_batch, locality)
+        return _split_dynamic(lengths, tokens, budget, shards, per_batch)
+    return _split_plain(size, shards, per_batch)
 
 
 def inverse_permutation(order: Int64s) -> list[int] | None:
     """Return `inverse` with `order[inverse[i]] == i`, or None if `order` is the identity."""
     if np.array_equal(order, np.arange(len(order))):
         return None
-    inverse: list[int] = _inverse(order).tolist()
-    return inverse
-
-
-def _inverse(order: Int64s) -> Int64s:
-    """Return `inverse` with `order[inverse[i]] == i` for the permutation `order`."""
     inverse = np.empty(len(order), dtype=np.int64)
     inverse[order] = np.arange(len(order))
-    return inverse
+    positions: list[int] = inverse.tolist()
+    return positions
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -281,77 +256,19 @@ def _split_plain(size: int, shards: int, per_batch: int) -> list[Shard]:
     return [Shard((batch_starts + part).reshape(-1)) for part in parts]
 
 
-def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
-    """Improve the locality of a plain split by exchanging rows within their global batch."""
-    homes, hosts = locality.number_hosts(size, len(plan))
-    sizes = locality.sizes(size)
-    # The rows of each shard, one array per global batch; the first one is empty, in case there are no batches.
-    parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
-    for first in range(0, size, per_batch or 1):  # `per_batch` is 0 without rows
-        # The part of each shard in this global batch, as [start, end] in its rows, which are ascending.
-        bounds = [np.searchsorted(shard.rows, [first, first + per_batch]).tolist() for shard in plan]
-        bins = [(shard.rows[start:end] - first).tolist() for shard, (start, end) in zip(plan, bounds, strict=True)]
-        batch_rows = slice(first, first + per_batch)
-        Exchange(
-            bins=bins,  # one per shard, changed in place
-            shards=np.arange(len(plan)),
-            kinds=np.zeros(len(plan), np.int64),
-            sizes=sizes[batch_rows],
-            homes=homes[batch_rows],
-            hosts=hosts,
-        ).run()
-        for part, rows in zip(parts, bins, strict=True):
-            part.append(np.sort(np.array(rows, dtype=np.int64)) + first)
-    return [Shard(np.concatenate(part)) for part in parts]
-
-
-def _improve_packed(
-    bins: Bins,
-    loads: Int64s,
-    dealt: list[list[int]],
-    tokens: Int64s,
-    packer: SequencePacker,
-    homes: Int64s,
-    hosts: Int64s,
-) -> Int64s:
-    """Exchange bins between shards, then rows between bins, in place (`dealt` and `bins`). Return the new tokens of
-    each bin. loads: those before; tokens: of each row; dealt: the bins of each shard; homes, hosts: see
-    `Locality.number_hosts`."""
-    exchange_bins(bins, loads, dealt, tokens, homes, hosts)
-    if packer.keeps_order:  # a bin is a run of consecutive rows, so rows must not move
-        return loads
-    exchange = Exchange(
-        bins=bins,
-        shards=shards_of(dealt, len(bins)),
-        kinds=np.zeros(len(bins), np.int64),
-        sizes=tokens,
-        homes=homes,
-        hosts=hosts,
-        capacity=packer.bin_capacity,
-    )
-    if exchange.run():
-        return exchange.loads()
-    return loads
-
-
 def _split_packed(
     tokens: Int64s,
     packer: SequencePacker,
     shards: int,
     per_batch: int,
-    locality: tuple[Int64s, Int64s] | None,
     *,
     largest_first: bool,
 ) -> list[Shard]:
-    """Pack each global batch into bins and assign the bins to shards. tokens: the rounded lengths; locality: see
-    `Locality.number_hosts`; largest_first: order the bins of a shard by tokens, in each global batch."""
+    """Pack each global batch into bins and assign the bins to shards. tokens: the rounded lengths;
+    largest_first: order the bins of a shard by tokens, in each global batch."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):  # `per_batch` is 0 without rows
-        batch_rows = slice(first, first + per_batch)
-        bins, loads, dealt = pack_balanced(packer, tokens[batch_rows], shards)
-        if locality is not None:
-            homes, hosts = locality
-            loads = _improve_packed(bins, loads, dealt, tokens[batch_rows], packer, homes[batch_rows], hosts)
+        bins, loads, dealt = pack_balanced(packer, tokens[first : first + per_batch], shards)
         # The rows of all bins one after another, from which each shard takes those of its bins.
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
@@ -375,20 +292,14 @@ def _split_packed(
     return [_join_batches([batch[shard] for batch in batches]) for shard in range(shards)]
 
 
-def _split_dynamic(
-    lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, locality: tuple[Int64s, Int64s] | None
-) -> list[Shard]:
+def _split_dynamic(lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int) -> list[Shard]:
     """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards. tokens: the rounded
-    lengths; locality: see `Locality.number_hosts`."""
+    lengths."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):  # `per_batch` is 0 without rows
         rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
         grid = rising.reshape(-1, shards)  # [rows of a shard, shards]; the last column has the longest rows
         ends, widths = _cut_micro_batches(tokens[grid[:, -1]].tolist(), budget)
-        if locality is not None:
-            homes, hosts = locality
-            batch_rows = slice(first, first + per_batch)
-            grid = first + _improve_dynamic(grid - first, ends, lengths[batch_rows], homes[batch_rows], hosts)
         batches.append(
             [
                 Shard(
@@ -401,28 +312,6 @@ def _split_dynamic(
             ]
         )
     return [_join_batches([batch[shard] for batch in batches]) for shard in range(shards)]
-
-
-def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
-    """Return `grid`, the row numbers `[rows of a shard, shards]`, with its locality improved by exchanging rows within
-    their micro-batch. ends: of each micro-batch. lengths, homes: of each row. hosts: of each shard."""
-    shards = grid.shape[1]
-    order_by_length = _inverse(grid.reshape(-1)).tolist()  # for each row: its position from the shortest on
-    # One bin per micro-batch and shard, in this order. `kinds` is the micro-batch: rows stay within theirs.
-    parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
-    bins = [rows for part in parts for rows in part]
-    Exchange(
-        bins=bins,
-        shards=np.tile(np.arange(shards), len(parts)),
-        kinds=np.repeat(np.arange(len(parts)), shards),
-        sizes=lengths,
-        homes=homes,
-        hosts=hosts,
-    ).run()
-    # Restore the order by length, which the exchange has changed. Every `shards`-th bin is one of the same shard.
-    sorted_bins = [sorted(rows, key=order_by_length.__getitem__) for rows in bins]
-    rows_of_shards = [list(chain.from_iterable(sorted_bins[shard::shards])) for shard in range(shards)]
-    return np.array(rows_of_shards, dtype=np.int64).T
 
 
 def _cut_micro_batches(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
