@@ -7,6 +7,8 @@ and its results come back in rank order, an exception as the exception itself.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -60,6 +62,38 @@ def _meet(rank: int, world: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{rank} is connected", "yes")
     store.wait([f"{other} is connected" for other in range(world)])
+
+
+@dataclasses.dataclass
+class Collectives:
+    """The collectives of a rank, and the bytes of their buffers."""
+
+    all_gathers: int = 0
+    broadcasts: int = 0
+    nbytes: int = 0
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[Collectives]:
+    """A context that counts the collectives of this process."""
+    counts = Collectives()
+    all_gather, broadcast = dist.all_gather, dist.broadcast
+
+    def counted_all_gather(gathered: list[torch.Tensor], own: torch.Tensor, **options: Any) -> Any:
+        counts.all_gathers += 1
+        counts.nbytes += len(gathered) * own.nbytes
+        return all_gather(gathered, own, **options)
+
+    def counted_broadcast(tensor: torch.Tensor, **options: Any) -> Any:
+        counts.broadcasts += 1
+        counts.nbytes += tensor.nbytes
+        return broadcast(tensor, **options)
+
+    dist.all_gather, dist.broadcast = counted_all_gather, counted_broadcast  # type: ignore[assignment]
+    try:
+        yield counts
+    finally:
+        dist.all_gather, dist.broadcast = all_gather, broadcast
 
 
 class Pool:

@@ -10,7 +10,7 @@ RAY = (
 )
 """Tests that share a Ray cluster, by the first word of their module's name: two clusters are enough."""
 GLOO = (
-    "tests/workers/training/test_replica_fetch",
+    "tests/workers/training/test_replica_group",
     "tests/workers/training/test_mixin",
     "tests/workers/training/test_mixin_packing",
     "tests/training/test_data_loader_siblings",

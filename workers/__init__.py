@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from workers.training.mixin import PolicyWorker as PolicyWorker
     from workers.training.mixin import TQWorkerMixin as TQWorkerMixin
     from workers.training.policy import TQPolicy as TQPolicy
-    from workers.training.replica_collectives import ReplicaGroupError as ReplicaGroupError
-    from workers.training.replica_collectives import ReplicaLostError as ReplicaLostError
-    from workers.training.replica_fetch import FetchPolicy as FetchPolicy
+    from workers.training.replica_group import FetchPolicy as FetchPolicy
+    from workers.training.replica_group import ReplicaGroupError as ReplicaGroupError
+    from workers.training.replica_group import ReplicaLostError as ReplicaLostError
 
 _HOME = {
     "AsyncWork": "workers.messages",
@@ -54,7 +54,7 @@ _HOME = {
     "Cluster": "workers.groups.cluster",
     "ClusterResource": "workers.groups.cluster",
     "CollectiveGroupOptions": "workers.messages",
-    "FetchPolicy": "workers.training.replica_fetch",
+    "FetchPolicy": "workers.training.replica_group",
     "FlexiblePlacementStrategy": "workers.placement.strategies",
     "LaunchedService": "workers.service",
     "MultiWorkerFuture": "workers.groups.futures",
@@ -67,8 +67,8 @@ _HOME = {
     "RayVirtualCluster": "workers.groups.virtual_cluster",
     "RayWorkerBuilder": "workers.groups.ray_worker_builder",
     "RayWorkerGroup": "workers.groups.ray_worker_group",
-    "ReplicaGroupError": "workers.training.replica_collectives",
-    "ReplicaLostError": "workers.training.replica_collectives",
+    "ReplicaGroupError": "workers.training.replica_group",
+    "ReplicaLostError": "workers.training.replica_group",
     "ResourcesNotReadyError": "workers.groups.virtual_cluster",
     "ServiceNode": "workers.service",
     "ServiceStartError": "workers.service",

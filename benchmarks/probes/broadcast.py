@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from benchmarks.measure import ratios
 from benchmarks.payload import BatchSpec, Shape, build
 from benchmarks.probes.base import Figure, side_by_side
 from dataplane import BatchedDataDict
-from workers.training.replica_fetch import NO_DIGEST, FetchedPart, ReplicaGroup
+from workers.training.replica_group import NO_DIGEST, FetchedPart, ReplicaGroup
 
 WORLD = 2
 REPETITIONS = 9
@@ -54,17 +55,43 @@ def _rank(go: Callable[[], Any], store: str, rank: int) -> tuple[float, float, l
     batch = build(TOKENS)
     flat = torch.zeros(batch.nbytes, dtype=torch.uint8)
     group = ReplicaGroup(dist.group.WORLD)
-    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda _: batch.columns)
-    fetches, bare = [], []
+    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
+    fetches = []
+    bare = []
+    sizes: list[tuple[str, int]] = []  # the collectives of one fetch
     go()
+    with _recorded(sizes):
+        group.fetch(part, "leader_broadcast", _kept)
     for _ in range(REPETITIONS + 2):
         fetches.append(_timed(lambda: group.fetch(part, "leader_broadcast", _kept)))
         bare.append(_timed(lambda: dist.broadcast(flat, 0)))
-    rounds = REPETITIONS + 2
-    moved = sum(group.siblings.bytes.values()) / rounds
-    collectives = group.siblings.collectives["payload"] / rounds
+    moved = sum(nbytes for _, nbytes in sizes)
+    collectives = [name for name, _ in sizes].count("broadcast")
     dist.destroy_process_group()
     return moved, collectives, fetches[2:], bare[2:]
+
+
+@contextmanager
+def _recorded(sizes: list[tuple[str, int]]) -> Iterator[None]:
+    """A context that appends the name of each collective and the bytes of its buffers."""
+    all_gather = dist.all_gather
+    broadcast = dist.broadcast
+
+    def recorded_all_gather(gathered: list[torch.Tensor], own: torch.Tensor, **options: Any) -> Any:
+        sizes.append(("all_gather", len(gathered) * own.nbytes))
+        return all_gather(gathered, own, **options)
+
+    def recorded_broadcast(tensor: torch.Tensor, **options: Any) -> Any:
+        sizes.append(("broadcast", tensor.nbytes))
+        return broadcast(tensor, **options)
+
+    dist.all_gather = recorded_all_gather
+    dist.broadcast = recorded_broadcast
+    try:
+        yield
+    finally:
+        dist.all_gather = all_gather
+        dist.broadcast = broadcast
 
 
 def _kept(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

@@ -100,12 +100,6 @@ class RowParts:
         ranges = self.ranges
         return ranges.pad_to // ranges.size if isinstance(ranges, ContextParallel) else 0
 
-    def lengths(self, whole: Sequence[int]) -> list[int]:
-        """Return the number of tokens of each sample's part. whole: `[N]` tokens of the samples."""
-        starts, stops = self.bounds(np.array(whole, np.int64))
-        cut: list[int] = (stops - starts).sum(axis=1).tolist()
-        return cut
-
     def bounds(self, whole: Int64s) -> tuple[Int64s, Int64s]:
         """Return starts and stops of the token ranges, `[N, ranges per row]`, in samples of `whole` `[N]` tokens."""
         if self.ranges is None:

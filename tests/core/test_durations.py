@@ -27,7 +27,7 @@ from dataplane.errors import InvalidRequestError
 from dataplane.training.replay_buffer import ReplayBuffer
 from dataplane.training.staleness import Windowed
 from workers.messages.async_work import AsyncWork
-from workers.training.replica_collectives import Deadline
+from workers.training.replica_group import Deadline
 
 NO_TIMES = [math.inf, -math.inf, math.nan, -1.0, 10**400, -(10**400)]
 NO_TIMEOUTS = [-math.inf, math.nan, -1.0, -(10**400)]

@@ -12,9 +12,13 @@ import torch.distributed as dist
 
 from dataplane import DataPlaneClient, connect, materialize, serve
 from dataplane.core import cuda_copy
-from workers.training.batch_codec import pack, unpack
-from workers.training.replica_fetch import ReplicaGroup
-from workers.training.row_fetch import RowFetch
+from workers.training.replica_group import (
+    NO_DIGEST,
+    FetchedPart,
+    ReplicaGroup,
+    pack_columns,
+    unpack_columns,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -52,22 +56,25 @@ def test_a_fetch_over_nccl_equals_a_read(
     client: DataPlaneClient, group: ReplicaGroup, layout: Any, stream: bool
 ) -> None:
     meta = client.claim_meta("train", "policy", list(FIELDS), batch_size=4)
-    fetch = RowFetch(
-        client=lambda: client,
+    form: dict[str, Any] = {
+        "layout": layout,
+        "pad_value_dict": {"tokens": 7, "experts": 255},
+        "pad_to_seqlen": 1024 if layout == "padded" else 0,
+    }
+    part = FetchedPart(
         leads=lambda: True,
-        meta=meta,
-        layout=layout,
-        pad_values=lambda: {"tokens": 7, "experts": 255},
-        pad_length=lambda: 1024 if layout == "padded" else 0,
-        preprocess=None,
-        tokens=None,
-        inner=None,
-        device=group.gpu,
+        digest=lambda: NO_DIGEST,
+        read=lambda: client.get_batch(meta, layout="jagged", device=group.gpu),
     )
+    lengths = meta.sequence_lengths
     assert group.gpu == torch.device("cuda", 0)
     with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
-        got = group.fetch(fetch.part(), "leader_broadcast", fetch.finish)
-        expected = fetch.alone()
+        got = group.fetch(
+            part,
+            "leader_broadcast",
+            lambda columns: materialize(columns, sequence_lengths=lengths, **form),
+        )
+        expected = client.get_batch(meta, **form)
         assert list(got["text"]) == list(expected["text"])
         for name in ("tokens", "logprobs", "experts", "reward"):
             assert got[name].is_cuda
@@ -95,8 +102,9 @@ def test_padding_on_the_gpu_equals_padding_on_the_cpu(
 
 def test_a_batch_on_the_gpu_is_packed_there() -> None:
     columns = {"x": torch.nested.as_nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged).cuda()}
-    packed = pack(columns)
-    assert all(piece.is_cuda for _, piece in packed.pieces)
-    flat = packed.flat(torch.device("cuda"))
-    assert torch.equal(unpack(packed.header, flat)["x"].values(), columns["x"].values())
-    assert torch.equal(packed.flat(), flat.cpu())
+    flat, layout_bytes = pack_columns(columns, torch.device("cuda"))
+    assert flat.is_cuda
+    there = unpack_columns(flat, layout_bytes)["x"]
+    assert there.is_cuda
+    assert torch.equal(there.values(), columns["x"].values())
+    assert torch.equal(unpack_columns(flat.cpu(), layout_bytes)["x"].values(), there.values().cpu())

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dataplane import BatchedDataDict, connect, serve
-from workers.training.batch_codec import pack, unpack
-from workers.training.replica_fetch import _broadcast_batched_data_dict
+from workers.training.replica_group import _broadcast_batched_data_dict, pack_columns, unpack_columns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -36,8 +35,9 @@ def test_a_client_puts_from_a_gpu_and_gets_onto_one() -> None:
 
 def test_a_packed_batch_is_unpacked_on_the_gpu() -> None:
     tokens = torch.nested.nested_tensor_from_jagged(torch.arange(10).cuda(), torch.tensor([0, 3, 3, 10]).cuda())
-    packed = pack({"tokens": tokens, "reward": torch.randn(3).cuda(), "text": ["x", "y", "z"]})
-    got = unpack(packed.header, packed.flat().cuda())
+    columns = {"tokens": tokens, "reward": torch.randn(3).cuda(), "text": ["x", "y", "z"]}
+    flat, layout_bytes = pack_columns(columns, torch.device("cpu"))
+    got = unpack_columns(flat.cuda(), layout_bytes)
     assert got["tokens"].is_cuda
     assert torch.equal(got["tokens"].values(), tokens.values())
     assert list(got["text"]) == ["x", "y", "z"]

@@ -7,15 +7,13 @@ import threading
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import dataplane
-from dataplane import DataPlaneClient, KVBatchMeta, Server
-from dataplane.errors import CallTimeoutError
+from dataplane import DataPlaneClient, Server
 from tests.gloo import Ranks
 from tests.service import client, server
 from tests.streams import partition, prefetches, put
-from tests.workers.training.mixin_worker import NEVER_S, worker_on
+from tests.workers.training.mixin_worker import worker_on
 
 pytestmark = pytest.mark.integration
 
@@ -56,34 +54,6 @@ def test_siblings_get_the_same(
     assert first[1].sample_ids == ["s0", "s1"]
     assert first[1].handles[1].tolist() == meta.handles[1].tolist()[:2], "it can be written back to"  # type: ignore[index]
     assert first[1].tags == [{"input_lengths": 1}, {"input_lengths": 2}]
-
-
-def late_before_a_stream(rank: int, address: str, partition: str, meta: KVBatchMeta) -> Any:
-    """One rank is late for a fetch; a stream and another fetch of the same replica group work afterwards."""
-    worker = worker_on(rank, "tp2", address)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["gave up"])
-    else:
-        worker.fetch_timeout_s = 0.5
-    try:
-        worker._fetch(meta)
-    except CallTimeoutError:
-        store.set("gave up", "yes")
-    worker.fetch_timeout_s = NEVER_S
-    with worker.stream(partition, "train", ["input_ids"], batch_size=3, prefetch=0) as stream:
-        streamed = next(iter(stream))[0]["input_ids"].tolist()
-    fetched = worker._fetch(meta)["input_ids"].tolist()
-    worker.close_data_plane()
-    return streamed, fetched
-
-
-def test_a_stream_works_after_a_fetch_that_a_rank_was_late_for(
-    pair: Ranks, server: Server, client: DataPlaneClient, partition: str
-) -> None:
-    meta = put(client, partition, range(3)).with_fields(["input_ids"])
-    rows = [[0, 99, 99], [1, 1, 99], [2, 2, 2]]
-    assert pair.run(late_before_a_stream, server.address, partition, meta) == [(rows, rows)] * 2
 
 
 def disagree(rank: int, address: str, partition: str) -> str:

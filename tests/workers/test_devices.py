@@ -25,7 +25,7 @@ from workers.groups.launch import place_environment
 from workers.placement.strategies import PackedPlacementStrategy
 from workers.rlinf.hardware import AcceleratorType
 from workers.rlinf.worker.worker import Worker as RlinfWorker
-from workers.training.replica_collectives import Siblings
+from workers.training.replica_group import ReplicaGroup
 from workers.transport import pickling
 
 
@@ -34,7 +34,7 @@ def group_devices() -> None:
     for backend, expected in {"gloo": "cpu", "hccl": "npu:0", "cpu:gloo,npu:hccl": "npu:0"}.items():
         with tempfile.TemporaryDirectory() as directory:
             dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=0, world_size=1)
-            assert str(Siblings(dist.group.WORLD).device) == expected, backend
+            assert str(ReplicaGroup(dist.group.WORLD).device) == expected, backend
             dist.destroy_process_group()
     assert dist.get_default_backend_for_device("npu") == "hccl"
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from dataplane import (
     BatchedDataDict,
+    ContextParallel,
     DataPlaneClient,
     DataPlaneConfig,
     KVBatchMeta,
     StreamingDataLoader,
     build_data_plane_client,
+    materialize,
     shard_meta_for_dp,
 )
 from dataplane.core.durations import as_timeout
@@ -34,17 +37,19 @@ from dataplane.core.schema import (
     Layout,
 )
 from dataplane.data.row_parts import Inner, Tokens
+from dataplane.errors import InvalidRequestError
+from dataplane.training.data_loader import Form, MicroBatch, Take
 from workers.placement.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
 from workers.placement.sharding import NamedSharding
-from workers.training.replica_fetch import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, ReplicaGroup
+from workers.training.replica_group import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
 from workers.training.reports import IS_REPLICA_LEADER
-from workers.training.row_fetch import RowFetch
-from workers.training.row_write_back import RowWriteBack, result_field
-from workers.training.shared_loader import SharedStream
 from workers.training.stages import Stage, packing_arguments, rows_per_batch, stage_of
+from workers.training.write_back import result_field, store_rows
 
 TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
 """Columns of token ids, by their names in NeMo-RL and verl. They are padded with the tokenizer's pad id."""
+_META = "\0meta"
+"""Name of the column that transports the meta of a streamed micro-batch."""
 Preprocess = Callable[[Any, BatchedDataDict[Any]], BatchedDataDict[Any]]
 
 
@@ -108,6 +113,84 @@ class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
     ) -> BatchedDataDict[Any]: ...
 
     def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None: ...
+
+
+class SharedStream:
+    """A stream's `Replicas`. Each micro-batch is one `ReplicaGroup.fetch`, made when a rank
+    requests the next one.
+
+    leads: whether this rank claims. digest: 16 bytes, equal for equal arguments of the streams.
+    replicas: its timeout covers the leader's wait for a micro-batch.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, *, leads: bool, digest: bytes) -> None:
+        self._replicas = replicas
+        self._leads = leads
+        self._digest = digest
+
+    @property
+    def leads(self) -> bool:
+        return self._leads
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._replicas.gpu
+
+    def share(self, take: Take, form: Form) -> MicroBatch | None:
+        """Return the next micro-batch on every rank, or None at the end of the stream. The leader
+        calls `take`; every rank calls `form` on the columns. See
+        `dataplane.training.data_loader.Replicas`.
+
+        This makes collective calls: use the same thread and the same order as for all others on the
+        replica group. Raises the errors of `ReplicaGroup.fetch`.
+        """
+
+        def read() -> Mapping[str, Any]:
+            """Return the columns of the next micro-batch with its meta; nothing at the end. Runs on
+            the leader."""
+            micro_batch = take()
+            return {} if micro_batch is None else {**micro_batch.data, _META: micro_batch.meta}
+
+        def finish(columns: BatchedDataDict[Any]) -> MicroBatch | None:
+            """Make the micro-batch from the columns that the leader has read. Runs on every
+            rank."""
+            meta = columns.pop(_META, None)
+            return None if meta is None else MicroBatch(form(columns, meta), meta)
+
+        part = FetchedPart(leads=lambda: self._leads, digest=lambda: self._digest, read=read)
+        return self._replicas.fetch(part, "leader_broadcast", finish)
+
+
+def _cut_at_pad_length(tokens: Tokens | None, pad_length: int, meta: KVBatchMeta) -> Tokens | None:
+    """Return the token ranges of a batch: a context-parallel rank cuts rows that are padded to
+    `pad_length` (0: not padded). InvalidRequestError if the pad length that the driver has set does
+    not fit."""
+    if not isinstance(tokens, ContextParallel) or tokens.pad_to or not pad_length:
+        return tokens
+    try:
+        cut = replace(tokens, pad_to=pad_length)
+        cut.ranges(np.array(meta.sequence_lengths or [], np.int64))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"{GLOBAL_FORWARD_PAD_SEQLEN}={pad_length}, which the driver has set in the meta, cannot "
+            f"be the pad_to of {tokens}: {error}. Let the driver set a larger one or round it up "
+            "(pad_to_multiple), or pass a pad_to, or dp_aligned_seq_len=False"
+        ) from error
+    return cut
+
+
+def _meta_digest(meta: KVBatchMeta, form: str) -> bytes:
+    """Return a digest of 16 bytes, equal for metas with the same samples (generations included) and
+    fields, and for an equal `form`: layout and pad length of the batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    # Each text is preceded by its length, and "" separates fields from samples: different lists
+    # give different bytes.
+    for part in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    for array in meta.handles or ():
+        digest.update(array.tobytes())
+    return digest.digest()
 
 
 class TQWorkerMixin:
@@ -200,48 +283,81 @@ class TQWorkerMixin:
         tokens: Tokens | None = None,
         inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
-        """Fetch the fields of `meta` for this rank's samples. All siblings get the same batch, or each its own part.
+        """Fetch the fields of `meta` for this rank's samples. All siblings get the same batch, or
+        each its own part.
 
-        layout: "padded" returns per-token columns `[N, S, ...]`, "jagged" returns nested ones. S is the pad length that
-        the driver set, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
-        row. Jagged columns that are not per-token, such as images, are padded to their own longest row (see
-        `materialize`). fetch_policy: with "auto" the leader fetches and broadcasts to its siblings, if any.
-        "leader_broadcast" does the same, but raises ValueError if `_get_replica_group` returns None (the rank of a
-        group of one fetches). With "independent" every rank fetches. preprocess: `(worker, batch) -> batch`, called on
-        every rank with the batch before it is returned.
+        layout: "padded" returns per-token columns `[N, S, ...]`, "jagged" returns nested ones. S is
+        the pad length that the driver set, the same on all data-parallel ranks; with
+        `dp_aligned_seq_len=False` it is this rank's longest row. Jagged columns that are not
+        per-token, such as images, are padded to their own longest row (see `materialize`).
+        fetch_policy: with "auto" the leader fetches and broadcasts to its siblings, if any.
+        "leader_broadcast" does the same, but raises ValueError if `_get_replica_group` returns None
+        (the rank of a group of one fetches). With "independent" every rank fetches. preprocess:
+        `(worker, batch) -> batch`, called on every rank with the batch before it is returned.
 
-        tokens, inner: the part of the rows that this rank needs, as in `DataPlaneClient.get_batch`. If the parts of the
-        siblings differ, the leader reads them one after another and sends each only to the ranks that need it. A
-        `ContextParallel` without `pad_to` cuts rows that count as padded to S, if the driver has set it; other ranges
-        are padded to this rank's longest part.
+        tokens, inner: the part of the rows that this rank needs, as in `DataPlaneClient.get_batch`.
+        Each rank then reads for itself, as with "independent" (ValueError for "leader_broadcast").
+        A `ContextParallel` without `pad_to` cuts rows that count as padded to S, if the driver has
+        set it; other ranges are padded to this rank's longest part.
 
-        After a broadcast, the tensors are on the device of the group's backend (NCCL, HCCL or XCCL: the accelerator;
-        Gloo: the CPU), otherwise on the CPU. Blocks for the data plane, and for siblings up to `fetch_timeout_s`. If
-        one rank of a replica group fails, all raise (see `ReplicaGroup.fetch`). Raises the errors of
-        `DataPlaneClient.get_batch`.
+        After a broadcast, the tensors are on the device of the group's backend (NCCL, HCCL or XCCL:
+        the accelerator; Gloo: the CPU), otherwise on the CPU. Blocks for the data plane, and for
+        siblings up to `fetch_timeout_s`. If one rank of a replica group fails, all raise (see
+        `ReplicaGroup.fetch`). Raises the errors of `DataPlaneClient.get_batch`.
         """
         if fetch_policy not in POLICIES:
             raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")
-        replicas = self._current_replica_group()
-        fetch = RowFetch(
-            client=self._require_dp_client,
-            leads=self._is_replica_leader,
-            meta=meta,
-            layout=layout,
-            pad_values=self._pad_value_dict,
-            pad_length=lambda: self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0,
-            preprocess=None if preprocess is None else partial(preprocess, self),
-            tokens=tokens,
-            inner=inner,
-            device=None if replicas is None else replicas.gpu,
-        )
+        in_parts = tokens is not None or inner is not None
+        if fetch_policy == "leader_broadcast" and in_parts:
+            raise ValueError(
+                "fetch_policy='leader_broadcast' sends whole rows, but tokens= or inner= asks for a part: use 'auto'"
+            )
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
             raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave None")
-        if replicas is not None and fetch_policy != "independent":
-            return replicas.fetch(fetch.part(), fetch_policy, fetch.finish)
-        if replicas is not None:  # the policy is "independent", which the siblings must use, too
-            replicas.agree(fetch.part(), fetch_policy)
-        return fetch.alone()
+        policy: FetchPolicy = "independent" if in_parts else fetch_policy
+        replicas = self._current_replica_group()
+
+        def pad_length() -> int:
+            """Return the length to pad to; 0: this rank's longest row."""
+            return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
+
+        def prepared(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+            return batch if preprocess is None else preprocess(self, batch)
+
+        if replicas is None or policy == "independent":
+            if replicas is not None:
+                replicas.agree(self._is_replica_leader, policy)
+            batch = self._require_dp_client().get_batch(
+                meta,
+                layout=layout,
+                pad_value_dict=self._pad_value_dict(),
+                pad_to_seqlen=pad_length() if tokens is None else 0,
+                tokens=_cut_at_pad_length(tokens, pad_length(), meta),
+                inner=inner,
+            )
+            return prepared(batch)
+
+        # These run within `ReplicaGroup.fetch`, which raises their errors on all siblings.
+        def read() -> Mapping[str, Any]:
+            """Return the jagged columns of the leader; each rank pads for itself."""
+            return self._require_dp_client().get_batch(meta, layout="jagged", device=replicas.gpu)
+
+        def finish(columns: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+            batch = materialize(
+                columns,
+                layout,
+                pad_value_dict=self._pad_value_dict(),
+                pad_to_seqlen=pad_length(),
+                sequence_lengths=meta.sequence_lengths,
+            )
+            return prepared(batch)
+
+        part = FetchedPart(
+            leads=self._is_replica_leader,
+            digest=lambda: _meta_digest(meta, f"{layout} {pad_length()}"),
+            read=read,
+        )
+        return replicas.fetch(part, policy, finish)
 
     def _current_replica_group(self) -> ReplicaGroup | None:
         """Return the `ReplicaGroup` of the host's current process group, or None without siblings. It is kept in
@@ -288,11 +404,7 @@ class TQWorkerMixin:
             # Siblings with other arguments get another digest, so the first fetch raises on all.
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
-                ReplicaGroup(
-                    replicas.group,
-                    timeout_s=timeout_s + fetch_timeout_s,  # claim and fetch
-                    siblings=replicas.siblings,
-                ),
+                ReplicaGroup(replicas.group, timeout_s=timeout_s + fetch_timeout_s),  # claim and fetch
                 leads=self._is_replica_leader(),
                 digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
             )
@@ -360,75 +472,36 @@ class TQWorkerMixin:
     # --- write-back ---------------------------------------------------------------------------------------------
 
     def _write_back(
-        self,
-        meta: KVBatchMeta,
-        fields: dict[str, torch.Tensor],
-        *,
-        dp_aligned_seq_len: bool = True,
-        tokens: Tokens | None = None,
-        inner: Inner | None = None,
+        self, meta: KVBatchMeta, fields: dict[str, torch.Tensor], *, dp_aligned_seq_len: bool = True
     ) -> None:
-        """Store new columns of the meta's samples on the leader. On other ranks, do nothing without a part.
+        """Store new columns of the meta's samples on the leader, whole rows. On other ranks, do
+        nothing: ranks that have parts of the rows gather them on the leader before this.
 
-        Per-token tensors `[N, S, ...]` are cut to the samples' lengths and stored as jagged. These are all tensors
-        whose S is that of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. For whole rows, a
-        `FieldSpec("dense")` of the partition takes precedence. dp_aligned_seq_len: as in the `_fetch` of the batch.
-        TypeError for values other than tensors. ValueError for another number of rows or rows narrower than their
-        sample; it names the field and its shape. `StaleSampleError` (a KeyError) if a sample was cleared since the meta
-        was made; then no column is stored.
-
-        tokens, inner: the part of the rows that `fields` has, as in `_fetch`. If one is given, all siblings call this,
-        each with its part; they send the parts to the leader, which stores the joined rows in one put. `tokens` needs
-        the meta's `sequence_lengths`; all columns but `[N]` are then per-token and have the widths of the batch that
-        `_fetch` returned (nested ones the lengths); padding is dropped. A rank may pass any columns, also none, but
-        must pass `tokens` or `inner`: otherwise its siblings wait for it. Columns that several ranks have whole, or
-        with equal `tokens` and `inner`, must have equal values: one of them is stored. ValueError, naming the field and
-        the sample, if the parts do not cover whole rows, or overlap without being equal. Slices must have bounds of at
-        least 0; a sliced dimension ends where the last slice does. The leader holds the joined rows and one part at a
-        time. Blocks for siblings up to `fetch_timeout_s`; if one rank fails, all raise (see `ReplicaGroup.write_back`).
+        Per-token tensors `[N, S, ...]` are cut to the samples' lengths and stored as jagged. These
+        are all tensors whose S is that of the batch, and those with a name in
+        `schema.TOKEN_ALIGNED_FIELDS`. A `FieldSpec("dense")` of the partition takes precedence.
+        dp_aligned_seq_len: as in the `_fetch` of the batch. TypeError for values other than
+        tensors. ValueError for another number of rows or rows narrower than their sample; it names
+        the field and its shape. `StaleSampleError` (a KeyError) if a sample was cleared since the
+        meta was made; then no column is stored.
         """
-        self._store(meta, lambda: fields, dp_aligned_seq_len, tokens, inner)
+        if self._is_replica_leader():
+            pad_length = self._forward_pad_seqlen(meta) if dp_aligned_seq_len else 0
+            store_rows(self._require_dp_client(), meta, fields, pad_length)
 
     def _write_back_result_field(
-        self,
-        meta: KVBatchMeta,
-        result: Any,
-        *,
-        result_key: str,
-        tq_field: str,
-        dp_aligned_seq_len: bool = True,
-        tokens: Tokens | None = None,
-        inner: Inner | None = None,
+        self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str, dp_aligned_seq_len: bool = True
     ) -> None:
-        """Store `result[result_key]` of a worker method as column `tq_field`, as `_write_back` does.
+        """Store `result[result_key]` of a worker method as column `tq_field`, as `_write_back`
+        does.
 
-        With `tokens` or `inner`, a rank that has none of the result passes `{}`. Raises the errors of `_write_back`.
-        TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks `result_key`.
-        ValueError for log-probs without a token dimension. Each error names the key, the type and the shapes.
+        Raises the errors of `_write_back`. TypeError if `result` is not a mapping or the value is
+        not a tensor. KeyError if it lacks `result_key`. ValueError for log-probs without a token
+        dimension. Each error names the key, the type and the shapes.
         """
-        in_parts = tokens is not None or inner is not None
-        fields = partial(result_field, meta, result, result_key, tq_field, in_parts=in_parts)
-        self._store(meta, fields, dp_aligned_seq_len, tokens, inner)
-
-    def _store(
-        self,
-        meta: KVBatchMeta,
-        fields: Callable[[], Mapping[str, torch.Tensor]],
-        dp_aligned_seq_len: bool,
-        tokens: Tokens | None,
-        inner: Inner | None,
-    ) -> None:
-        """Write back whole rows or parts, see `_write_back`."""
-        write_back = RowWriteBack(
-            client=self._require_dp_client,
-            leads=self._is_replica_leader,
-            meta=meta,
-            fields=fields,
-            pad_length=lambda: self._forward_pad_seqlen(meta) if dp_aligned_seq_len else 0,
-            tokens=tokens,
-            inner=inner,
-        )
-        write_back.store(self._current_replica_group)
+        if self._is_replica_leader():
+            fields = result_field(meta, result, result_key, tq_field)
+            self._write_back(meta, fields, dp_aligned_seq_len=dp_aligned_seq_len)
 
     # --- entrypoints --------------------------------------------------------------------------------------------
 

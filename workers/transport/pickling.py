@@ -1,7 +1,9 @@
-"""Python objects as a pickled skeleton and runs of bytes, and back; used by messages and channels.
+"""Python objects as a pickled skeleton and runs of bytes, and back; used by messages, channels and
+replica groups.
 
-Tensors and arrays anywhere in an object are sent as their bytes, copied once. The rest, the skeleton, is pickled (by
-value if the receiver cannot import a class or function). Both ends are workers of one job and trust each other.
+Tensors and arrays anywhere in an object are sent as their bytes, copied once. The rest, the
+skeleton, is pickled (by value if the receiver cannot import a class or function). Both ends are
+workers of one job and trust each other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from dataplane.core import devices
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
-from dataplane.data.tensor_memory import flat_bytes
+from dataplane.data.tensor_memory import flat_bytes, tensor_from_numpy
 from workers.errors import NotSerializableError
 
 Bytes = npt.NDArray[np.uint8]
@@ -98,6 +100,19 @@ class Packed:
             assert isinstance(part, Tensor), segment
             if segment.nbytes:
                 _copy_values(part, flat[segment.start : segment.start + segment.nbytes])
+
+    def write_flat(self, flat: Tensor) -> None:
+        """Copy everything into `flat`, uint8 [at least nbytes], on any device. Blocks only for the
+        CPU's part."""
+        for segment, part in zip(self.layout.segments, self.parts, strict=True):
+            run = flat[segment.start : segment.start + segment.nbytes]
+            if isinstance(part, Tensor):
+                if segment.nbytes:
+                    _copy_values(part, run)
+            else:
+                run.copy_(tensor_from_numpy(np.frombuffer(part, np.uint8)))
+        skeleton = tensor_from_numpy(np.frombuffer(self.skeleton, np.uint8))
+        flat[self.layout.skeleton_from : self.nbytes].copy_(skeleton)
 
     def runs(self) -> list[memoryview]:
         """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or not on the CPU
@@ -214,6 +229,20 @@ def tensors_of(layout: Layout, flat: Tensor) -> list[Tensor]:
         flat[segment.start : segment.start + segment.nbytes].view(_DTYPES[segment.dtype]).view(segment.shape)
         for segment in layout.segments
     ]
+
+
+def load_flat(layout: Layout, flat: Tensor) -> Any:
+    """Return the object that `Packed.write_flat` wrote into `flat`. Its tensors are views of
+    `flat`, whatever device they were on; other buffers are copies. `NotSerializableError` if its
+    classes cannot be imported."""
+    unpacked = Unpacked(flat[layout.skeleton_from : layout.nbytes].cpu().numpy().tobytes())
+    for segment in layout.segments:
+        run = flat[segment.start : segment.start + segment.nbytes]
+        if segment.dtype:
+            unpacked.tensors.append(run.view(_DTYPES[segment.dtype]).view(segment.shape))
+        else:
+            unpacked.buffers.append(np.array(run.cpu().numpy()))
+    return unpacked.load()
 
 
 def copy_tensor(target: Tensor, tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dataplane import BatchedDataDict, DataPlaneClient, FieldSpec, KVBatchMeta, Server
 from dataplane.core import failpoints, schema
 from dataplane.errors import FieldNotProducedError, ServiceUnavailableError, StaleSampleError
-from tests.gloo import RankDied, Ranks
+from tests.gloo import RankDied, Ranks, counted_collectives
 from tests.service import client, server  # noqa: F401
 from tests.workers.training.mixin_service import alone, partition  # noqa: F401
 from tests.workers.training.mixin_worker import (
@@ -31,8 +31,7 @@ from tests.workers.training.mixin_worker import (
 )
 from workers.placement.ranks import is_replica_leader
 from workers.training.mixin import PolicyWorker, TQWorkerMixin
-from workers.training.replica_collectives import ReplicaGroupError, ReplicaLostError
-from workers.training.replica_fetch import FetchPolicy
+from workers.training.replica_group import FetchPolicy, ReplicaGroupError, ReplicaLostError
 
 pytestmark = pytest.mark.integration
 
@@ -126,11 +125,11 @@ def count_reads(rank: int, address: str, meta: KVBatchMeta) -> tuple[int, int]:
     reads = []
     original = client.get_batch
     client.get_batch = lambda *args, **kwargs: reads.append(1) or original(*args, **kwargs)  # type: ignore[method-assign, func-returns-value]
-    for _ in range(3):
-        worker._fetch(meta, preprocess=lambda worker, batch: BatchedDataDict({**batch, "who": batch["dense"] + 1}))
-    assert worker._replicas is not None
+    with counted_collectives() as counts:
+        for _ in range(3):
+            worker._fetch(meta, preprocess=lambda worker, batch: BatchedDataDict({**batch, "who": batch["dense"] + 1}))
     worker.close_data_plane()
-    return len(reads), worker._replicas.siblings.collectives["payload"]
+    return len(reads), counts.broadcasts
 
 
 def test_only_the_leader_reads(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
@@ -139,10 +138,10 @@ def test_only_the_leader_reads(pair: Ranks, server: Server, client: DataPlaneCli
 
 def broadcast_bytes(rank: int, address: str, meta: KVBatchMeta) -> int:
     worker = worker_on(rank, "tp2", address)
-    worker._fetch(meta)
-    assert worker._replicas is not None
+    with counted_collectives() as counts:
+        worker._fetch(meta)
     worker.close_data_plane()
-    return worker._replicas.siblings.bytes.total()
+    return counts.nbytes
 
 
 def test_bytes_broadcast_are_hardly_more_than_the_jagged_ones(
