@@ -42,8 +42,7 @@ from dataplane.training.data_loader import Form, MicroBatch, Take
 from workers.placement.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
 from workers.placement.sharding import NamedSharding
 from workers.training.replica_group import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
-from workers.training.reports import IS_REPLICA_LEADER
-from workers.training.stages import Stage, packing_arguments, rows_per_batch, stage_of
+from workers.training.stages import IS_REPLICA_LEADER, Stage, packing_arguments, rows_per_batch, stage_of
 from workers.training.write_back import result_field, store_rows
 
 TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")

@@ -1,13 +1,14 @@
-"""The driver's side of policy workers: training steps, and calls that pass metas instead of tensors."""
+"""The driver's side of policy workers: training steps, calls that pass metas instead of tensors, the
+fields that each stage reads, and the workers' results combined."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from dataplane import (
     BatchedDataDict,
@@ -20,27 +21,24 @@ from dataplane import (
 )
 from dataplane.core.durations import as_timeout
 from dataplane.core.schema import (
+    ADVANTAGES,
     ELEM_COUNTS_PER_GB,
+    GENERATION_LOGPROBS,
     GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS,
+    INPUT_LENGTHS,
     PAD_TO_MULTIPLE,
     PREV_LOGPROBS,
     REFERENCE_POLICY_LOGPROBS,
+    SAMPLE_MASK,
+    TOKEN_MASK,
     round_up,
 )
 from workers.groups.futures import MultiWorkerFuture
 from workers.groups.ray_worker_group import RayWorkerGroup
 from workers.placement.ranks import DATA_PARALLEL_AXIS
-from workers.training.fields import (
-    FORWARD_FIELDS,
-    ROUTED_EXPERTS,
-    STEP_FIELDS,
-    field_names,
-    forward_fields,
-    require_fields,
-    require_meta,
-)
-from workers.training.reports import aggregate_train_results
 from workers.training.stages import (
+    IS_REPLICA_LEADER,
     PREV_LP_TASK,
     REF_LP_TASK,
     TRAIN_TASK,
@@ -51,13 +49,58 @@ from workers.training.stages import (
     packing_arguments,
     setting,
 )
-from workers.training.timing import Timed, Timer
 
 SETUP_TIMEOUT_S = 120.0
 ABORT_TIMEOUT_S = 120.0
 """Timeout for workers to drop a train step, including the calls that they still run."""
 _COMPUTED_PAD_SEQLEN = "global_forward_pad_minted"
 """Key of `extra_info`: the pad length that this policy computed. If the current one differs, a caller set it."""
+STEP_FIELDS = (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    TOKEN_MASK,
+    SAMPLE_MASK,
+    GENERATION_LOGPROBS,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    ADVANTAGES,
+)
+"""Columns that `prepare_step` declares. Rollouts and stages can add others."""
+FORWARD_FIELDS = frozenset(
+    {
+        INPUT_IDS,
+        INPUT_LENGTHS,
+        TOKEN_MASK,
+        SAMPLE_MASK,
+        "attention_mask",
+        "position_ids",
+        "token_type_ids",
+        "response_mask",
+        "loss_mask",
+    }
+)
+"""Columns that a forward pass for log-probs reads by default, if the meta has them."""
+ROUTED_EXPERTS = "routed_experts"
+"""Column that a forward pass with the policy's weights also reads if cfg's "router_replay" is
+enabled."""
+
+
+class Timer(Protocol):
+    """A timer such as `nemo_rl.utils.timer.Timer`: `time` returns a context manager that measures
+    one part of a call. The labels are those of NeMo-RL."""
+
+    def time(self, label: str) -> AbstractContextManager[Any]: ...
+
+
+class Timed:
+    """Measure the parts of one call, if there is a timer, each under "PREFIX/PART". submit: the
+    name of the part in which the calls are sent."""
+
+    def __init__(self, timer: Timer | None, prefix: str, submit: str = "submit_futures") -> None:
+        self._timer, self._prefix, self.submit = timer, prefix, submit
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._timer is None else self._timer.time(f"{self._prefix}/{part}")
 
 
 class TQPolicy:
@@ -474,3 +517,67 @@ class TQPolicy:
         """Record that these fields were written, so that `train_from_meta` reads them by default."""
         written = self._written.setdefault(meta.partition_id, [])
         written.extend(name for name in fields if name not in written)
+
+
+def forward_fields(meta: KVBatchMeta, given: Sequence[str] | None, known: Collection[str]) -> list[str]:
+    """Return the fields that a forward pass reads: `given`, or by default the meta's fields in
+    `known`. ValueError if no field is left."""
+    if given is not None:
+        require_meta(meta)
+        return field_names("fields", given)
+    fields = require_fields(meta)
+    to_read = [name for name in fields if name in known]
+    if not to_read:
+        raise ValueError(
+            f"none of this meta's fields ({', '.join(fields)}) is a default field of a forward pass "
+            f"({', '.join(sorted(known))}): pass the fields to read, fields=[...]"
+        )
+    return to_read
+
+
+def require_meta(meta: KVBatchMeta) -> KVBatchMeta:
+    """Return `meta`. TypeError if it is not a `KVBatchMeta`."""
+    if not isinstance(meta, KVBatchMeta):
+        raise TypeError(
+            f"expected a KVBatchMeta, got {type(meta).__name__}: pass the result of put_samples, list_samples or "
+            "claim_meta of the data plane's client"
+        )
+    return meta
+
+
+def require_fields(meta: KVBatchMeta) -> list[str]:
+    """Return the fields that the meta names. ValueError if it names none."""
+    fields = require_meta(meta).fields
+    if not fields:
+        raise ValueError("this meta names no fields for the workers to read: use meta.with_fields([...])")
+    return list(fields)
+
+
+def field_names(argument: str, given: Sequence[str]) -> list[str]:
+    """Return the field names in `given` without duplicates. TypeError, naming `argument`, for other
+    values."""
+    if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
+        raise TypeError(f"{argument}={given!r}: pass a list of field names")
+    return list(dict.fromkeys(given))
+
+
+def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
+    """Merge the results of the replica leaders, in data-parallel order, into one mapping.
+
+    The values of "all_mb_metrics" (name -> values per micro-batch or step) are concatenated in that
+    order. All other entries are the first leader's: workers reduce global values over data-parallel
+    ranks. "loss" defaults to "global_loss". TypeError unless each result is a mapping.
+    """
+    for result in results:
+        if not isinstance(result, Mapping):
+            raise TypeError(f"a worker's train() must return a mapping of results, got {type(result).__name__}")
+    merged = {name: value for name, value in results[0].items() if name != IS_REPLICA_LEADER}
+    if "global_loss" in merged:
+        merged.setdefault("loss", merged["global_loss"])
+    if any("all_mb_metrics" in result for result in results):
+        joined: dict[str, list[Any]] = {}
+        for result in results:
+            for name, values in result.get("all_mb_metrics", {}).items():
+                joined.setdefault(name, []).extend(values)
+        merged["all_mb_metrics"] = joined
+    return merged

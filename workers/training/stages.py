@@ -15,7 +15,12 @@ from typing import Any, Literal
 from dataplane import KVBatchMeta, shard_meta_for_dp
 from dataplane.core.schema import ELEM_COUNTS_PER_GB
 
-PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK = "prev_lp", "ref_lp", "train"
+PREV_LP_TASK = "prev_lp"
+REF_LP_TASK = "ref_lp"
+TRAIN_TASK = "train"
+IS_REPLICA_LEADER = "is_replica_leader"
+"""Key in the result of `finish_train_step_presharded`. Callers of every rank ignore results in which
+it is False."""
 
 Stage = Literal["train", "logprob"]
 """Selects the token budget: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone fits more tokens."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dataplane import KVBatchMeta
-from workers.training.fields import FORWARD_FIELDS, field_names, forward_fields
+from workers.training.policy import FORWARD_FIELDS, field_names, forward_fields
 
 META = KVBatchMeta("train", None, ["a"], fields=["images", "input_ids", "advantages", "position_ids", "text"])
 

@@ -10,7 +10,7 @@ import torch
 from dataplane import BatchedDataDict, DataPlaneClient, KVBatchMeta, Server
 from tests.service import client, server  # noqa: F401
 from tests.workers.training.mixin_worker import LAYOUTS, Worker
-from workers.training.fields import FORWARD_FIELDS, forward_fields
+from workers.training.policy import FORWARD_FIELDS, forward_fields
 
 pytestmark = pytest.mark.integration
 
