@@ -68,7 +68,7 @@ $(FLOORS_VENV)/.ready: pyproject.toml constraints.txt tests/floors.py
 	@python3.11 -m venv $(FLOORS_VENV)
 	@$(FLOORS_VENV)/bin/python tests/floors.py > $(FLOORS_VENV)/constraints.txt
 	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt torch
-	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt -e '.[otel]' opentelemetry-sdk \
+	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt -e . \
 		coverage hypothesis omegaconf psutil pytest pytest-timeout pytest-xdist
 	@$(FLOORS_VENV)/bin/python -m pip install -q $(PIP_ARGS) -c $(FLOORS_VENV)/constraints.txt --no-deps TransferQueue
 	@touch $@

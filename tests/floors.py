@@ -13,10 +13,10 @@ TOOLS = ("coverage", "hypothesis", "omegaconf", "psutil", "pytest", "pytest-time
 
 
 def floors() -> dict[str, str]:
-    """The oldest version by name of requirement; of the extras, that of `otel`."""
+    """The oldest version by name of requirement."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = {}
-    for requirement in [*project["dependencies"], *project["optional-dependencies"]["otel"]]:
+    for requirement in project["dependencies"]:
         floor = re.fullmatch(r"([\w.-]+)>=([\d.]+)(?:,[<!=.*\d,]+)?", requirement)
         if floor is None:
             raise ValueError(f"{requirement!r} in pyproject.toml has no floor of the form NAME>=VERSION")

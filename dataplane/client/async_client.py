@@ -29,7 +29,7 @@ class AsyncDataPlaneClient(AsyncCalls):
     call detaches its copy, which finishes in the background before its space is released.
 
     Small puts (up to 64 KiB, into shared memory of this host) that coroutines begin at the same moment are stored with
-    one commit. Each of them succeeds or fails as if it had been alone. With `on_event` or a tracer, every put has its
+    one commit. Each of them succeeds or fails as if it had been alone. With `on_event`, every put has its
     own commit.
     """
 

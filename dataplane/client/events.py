@@ -1,11 +1,10 @@
-"""Events and traces of client operations: an event to a callback, and a span if OpenTelemetry is used."""
+"""Events of client operations: each operation ends with a call of `on_event`."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
@@ -69,28 +68,25 @@ class EventEmitter:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Operation[T]:
-        """Return the steps of the operation. They emit an event at the end if a callback or a tracer is installed."""
+        """Return the steps of the operation. They emit an event at the end if a callback is set."""
         steps = operation(session_state, *args, **kwargs)
-        if self.on_event is None and tracer() is None:
+        if self.on_event is None:
             return steps
         return self._with_event(steps, operation.__name__)
 
     def _with_event(self, operation: Operation[T], name: str) -> Operation[T]:
         """Return an operation with the same steps and result that emits an event at its end. name: of its function."""
         record = _OperationRecord(name)
-        span = start_span(record.op)
         try:
             result = yield from _record_steps(operation, record)
         except BaseException as error:
-            self._emit(record.event(error), span, error)
+            self._emit(record.event(error))
             raise
-        self._emit(record.event(error=None), span, error=None)
+        self._emit(record.event(error=None))
         return result
 
-    def _emit(self, event: OpEvent, span: TraceSpan | None, error: BaseException | None) -> None:
-        """End the span, if there is one, and call `on_event`."""
-        if span is not None:
-            span.end(f"dataplane {event.op}", _attributes(event), error)
+    def _emit(self, event: OpEvent) -> None:
+        """Call `on_event`, unless it was removed while the operation ran."""
         if self.on_event is None:
             return
         try:
@@ -195,58 +191,3 @@ class _OperationRecord:
             waited_s=self._waited_s,
             error="" if error is None else type(error).__name__,
         )
-
-
-def _attributes(event: OpEvent) -> dict[str, Any]:
-    """Return the attributes of the span; empty values are omitted."""
-    values = {
-        "partition": event.partition,
-        "task": event.task,
-        "fields": event.fields,
-        "samples": event.samples,
-        "bytes": event.bytes,
-        "new_bytes": event.new_bytes,
-        "waited_s": event.waited_s,
-    }
-    return {f"dataplane.{name}": value for name, value in values.items() if value}
-
-
-TRACER_NAME = "dataplane"
-
-
-def tracer() -> Any | None:
-    """Return the tracer of the application's provider; None if no provider is set. This function does not import
-    OpenTelemetry: an application that set a provider has already imported it."""
-    trace = sys.modules.get("opentelemetry.trace")
-    if not hasattr(trace, "get_tracer_provider"):  # not imported, or another thread is just importing it
-        return None
-    assert trace is not None
-    provider = trace.get_tracer_provider()
-    # A ProxyTracerProvider stands for "no provider was set".
-    return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer(TRACER_NAME)
-
-
-class TraceSpan:
-    """A client span, child of the span that is current at its start."""
-
-    def __init__(self, span: Any) -> None:
-        self._span = span
-
-    def end(self, name: str, attributes: Mapping[str, Any], error: BaseException | None) -> None:
-        """End the span under this name. `error` is the exception of the operation."""
-        trace = sys.modules["opentelemetry.trace"]
-        self._span.update_name(name)
-        self._span.set_attributes(attributes)
-        if error is not None:
-            self._span.record_exception(error)
-            self._span.set_status(trace.Status(trace.StatusCode.ERROR, str(error)))
-        self._span.end()
-
-
-def start_span(op: str) -> TraceSpan | None:
-    """Start a span; return None if the application has no provider."""
-    current = tracer()
-    if current is None:
-        return None
-    kind = sys.modules["opentelemetry.trace"].SpanKind.CLIENT
-    return TraceSpan(current.start_span(f"{TRACER_NAME} {op}", kind=kind))

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dataplane import ClaimTimeoutError, OpEvent, Server, Shared, build_data_plane_client, connect, connect_async, serve
-from dataplane.client.events import OnEvent, tracer
+from dataplane.client.events import OnEvent
 from dataplane.config import MIB
 from tests.contract.conftest import Blocking
 
@@ -204,90 +198,3 @@ def test_a_cancelled_operation_is_told_of(server: Server) -> None:
     asyncio.run(run())
     (claim,) = [event for event in events if event.op == "claim"]
     assert (claim.error, claim.samples) == ("CancelledError", 0)
-
-
-# --- spans
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """As an application sets tracing up, for the time of a test."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    return exporter
-
-
-def test_operations_are_spans_under_the_callers(opened: Opener, spans: InMemorySpanExporter) -> None:
-    client = opened(None)
-    client.register_partition("p", ["x"], None, ["t"])
-    client.put_samples(["a"], "p", {"x": torch.zeros(1, 4)})
-    client.get_data(client.claim_meta("p", "t", ["x"], 1))
-    with pytest.raises(KeyError):
-        client.claim_meta("p", "none", ["x"], 1)
-    found = {span.name: span for span in spans.get_finished_spans()}
-    assert set(found) == {"dataplane register_partition", "dataplane put", "dataplane claim", "dataplane get"}
-    put = found["dataplane put"]
-    assert put.attributes is not None
-    assert put.kind is trace.SpanKind.CLIENT
-    assert {**put.attributes, "dataplane.waited_s": 0} == {
-        "dataplane.partition": "p",
-        "dataplane.fields": ("x",),
-        "dataplane.samples": 1,
-        "dataplane.bytes": 16,
-        "dataplane.new_bytes": 16,
-        "dataplane.waited_s": 0,
-    }
-    failed = found["dataplane claim"]
-    assert failed.status.status_code is trace.StatusCode.ERROR
-    assert "none" in (failed.status.description or "")
-    assert [event.name for event in failed.events] == ["exception"]
-
-
-def test_a_span_has_the_span_around_it_as_its_parent(server: Server, spans: InMemorySpanExporter) -> None:
-    tracer = trace.get_tracer_provider().get_tracer("app")
-    with connect(server.address) as client, tracer.start_as_current_span("step"):
-        client.stats()
-    inner, outer = spans.get_finished_spans()
-    assert (inner.name, outer.name) == ("dataplane stats", "step")
-    assert inner.parent is not None
-    assert inner.parent.span_id == outer.context.span_id
-
-
-def test_spans_of_async_operations_are_their_tasks(server: Server, spans: InMemorySpanExporter) -> None:
-    tracer = trace.get_tracer_provider().get_tracer("app")
-
-    async def step(client: Any, name: str) -> None:
-        with tracer.start_as_current_span(name):
-            await client.stats()
-
-    async def run() -> None:
-        async with connect_async(server.address) as client:
-            await asyncio.gather(*(step(client, f"step {number}") for number in range(8)))
-
-    asyncio.run(run())
-    done = spans.get_finished_spans()
-    parents = {span.context.span_id: span for span in done if span.name.startswith("step")}
-    inner: list[ReadableSpan] = [span for span in done if span.name == "dataplane stats"]
-    assert len({parents[span.parent.span_id].name for span in inner if span.parent is not None}) == 8
-
-
-def test_without_a_provider_there_are_no_spans() -> None:
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-    assert tracer() is None
-
-
-def test_without_the_package_there_are_none_either(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
-    events: list[OpEvent] = []
-    with connect(server.address, on_event=events.append) as client:
-        client.stats()
-    assert tracer() is None
-    assert [event.op for event in events] == ["stats"]
-
-
-def test_while_the_package_is_being_imported_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread: what it will have is not there yet."""
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
-    assert tracer() is None
