@@ -97,7 +97,6 @@ if TYPE_CHECKING:
     from dataplane.errors import WaitTimeoutError as WaitTimeoutError
     from dataplane.service import Server as Server
     from dataplane.service import serve as serve
-    from dataplane.training.client_sampler import ClientSampler as ClientSampler
     from dataplane.training.data_loader import MicroBatch as MicroBatch
     from dataplane.training.data_loader import StreamingDataLoader as StreamingDataLoader
     from dataplane.training.dynamic_sampling import DynamicSampler as DynamicSampler
@@ -129,7 +128,6 @@ _HOME = {
     "ClaimOptions": "dataplane.client.operations.claim",
     "ClaimTimeoutError": "dataplane.errors",
     "ClientClosedError": "dataplane.errors",
-    "ClientSampler": "dataplane.training.client_sampler",
     "ContextParallel": "dataplane.data.row_parts",
     "DataPlaneClient": "dataplane.client.client",
     "DataPlaneConfig": "dataplane.config",

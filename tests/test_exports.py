@@ -29,7 +29,6 @@ EXPECTED = [
     "ClaimOptions",
     "ClaimTimeoutError",
     "ClientClosedError",
-    "ClientSampler",
     "ContextParallel",
     "DataPlaneClient",
     "DataPlaneConfig",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,17 +24,10 @@ from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
 from dataplane.data.columns import use_on_current_stream
 from dataplane.data.meta import KVBatchMeta
-from dataplane.errors import (
-    ClaimTimeoutError,
-    ClientClosedError,
-    DataPlaneError,
-    StaleSampleError,
-)
-from dataplane.training.prefetch_queue import PrefetchQueue
+from dataplane.errors import DataPlaneError, StaleSampleError
+from dataplane.training.prefetcher import Prefetcher, closed_error
 
 log = logging.getLogger(__name__)
-CLAIM_S = 1.0
-"""Longest wait of one claim by the prefetch thread, and thus the longest delay of closing."""
 
 
 class MicroBatch(NamedTuple):
@@ -134,10 +126,10 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         gpu = None if device is None else devices.gpu(device)  # with the index that is current in this thread
         form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device if gpu is None else gpu)
         claims = _ClaimReader(
-            client,
-            {
-                "partition_id": partition_id,
-                "task_name": task_name,
+            client=client,
+            partition=partition_id,
+            task=task_name,
+            claim={
                 "required_fields": required,
                 "batch_size": batch_size * (dp_world or 1),
                 **options,
@@ -154,7 +146,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     def close(self) -> None:
         """End the stream: prefetched micro-batches are released, and a waiting consumer gets `ClientClosedError`.
 
-        Block up to `CLAIM_S` and for a pending read. Idempotent; the client stays open.
+        Block up to `prefetcher.CLAIM_S` and for a pending read. Idempotent; the client stays open.
         """
         self._stream.close()
 
@@ -172,39 +164,101 @@ def _identity(item: Any) -> Any:
 
 
 class _Stream(IterableDataset[MicroBatch]):
-    """The dataset of the loader: yields the micro-batches that this process, or the leader of `replicas`, claims.
-    `_source` claims them; it is None on ranks that are not the leader. After `close`, it raises `ClientClosedError`."""
+    """The dataset of the loader: yields the micro-batches that this process, or the leader of
+    `replicas`, claims. A lease starts when its micro-batch is returned, and is acknowledged when
+    the next one is requested. After `close`, iterating raises `ClientClosedError`."""
 
     def __init__(
-        self, claims: _ClaimReader, form: _BatchForm, replicas: Replicas | None, *, prefetch: int, timeout_s: float
+        self,
+        claims: _ClaimReader,
+        form: _BatchForm,
+        replicas: Replicas | None,
+        *,
+        prefetch: int,
+        timeout_s: float,
     ) -> None:
         super().__init__()
+        self._claims = claims
         self._form = form
         self._replicas = replicas
-        self._source = _MicroBatchSource(claims, prefetch, timeout_s) if replicas is None or replicas.leads else None
+        self._timeout_s = timeout_s
+        self._leased: KVBatchMeta | None = None
+        """The last returned micro-batch; None without leases, and after its acknowledgement."""
+        self._leased_until = 0.0
+        """The monotonic time at which the lease of `_leased` ends."""
         self._closed = False
+        self._prefetcher: Prefetcher[MicroBatch] | None = None
+        if prefetch and (replicas is None or replicas.leads):
+            self._prefetcher = Prefetcher(
+                claims.next,
+                lambda batch: claims.release(batch.meta),
+                capacity=prefetch,
+                name=f"stream of {claims.partition}/{claims.task}",
+                timeout_s=timeout_s,
+            )
+            weakref.finalize(self, self._prefetcher.stop)  # its thread does not refer to this object
 
     def __iter__(self) -> Iterator[MicroBatch]:
         while not self._closed:
-            batch = self._next()
+            if self._replicas is None:
+                batch = self._take()
+            else:
+                batch = self._replicas.share(self._take, self._form.convert)
             if batch is None:
                 return
             yield batch
-        raise ClientClosedError(why="the StreamingDataLoader was closed; create another one")
-
-    def _next(self) -> MicroBatch | None:
-        if self._replicas is None:
-            return self._take()
-        return self._replicas.share(self._take, self._form.convert)
+        raise closed_error()
 
     def _take(self) -> MicroBatch | None:
-        assert self._source is not None, "only the leader of replicas claims"
-        return self._source.take()
+        """Acknowledge the last micro-batch and return the next one; None at the end. Raise
+        TimeoutError after the timeout, and the errors of claims and reads."""
+        leased = self._leased
+        self._leased = None  # first: after an error, it is not acknowledged again
+        if leased is not None:
+            self._acknowledge(leased)
+        deadline = time.monotonic() + self._timeout_s
+        take = self._claims.next if self._prefetcher is None else self._prefetcher.take
+        while True:  # until a micro-batch need not be skipped
+            batch = take(max(deadline - time.monotonic(), 0.0))
+            if batch is None:
+                return None
+            if self._renew_lease(batch.meta):
+                use_on_current_stream(batch.data.values())
+                return batch
+
+    def _acknowledge(self, meta: KVBatchMeta) -> None:
+        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the
+        caller. After it, another consumer may have used and cleared them: raise
+        `StaleSampleError`."""
+        cleared = self._claims.client.ack(meta)
+        if cleared and time.monotonic() > self._leased_until:
+            task = self._claims.task
+            raise StaleSampleError(partition=meta.partition_id, task=task, samples=cleared, positions=[])
+
+    def _renew_lease(self, meta: KVBatchMeta) -> bool:
+        """Start the lease of a micro-batch again and set `_leased`, if there are leases. Return
+        False if it must be skipped: another claim could have taken samples of it, or all of them
+        were cleared."""
+        if self._claims.lease_s is None:
+            return True
+        until = time.monotonic() + self._claims.lease_s  # before the call: the lease ends later at the service
+        try:
+            cleared = self._claims.client.extend(meta, self._claims.lease_s)
+        except StaleSampleError as error:
+            log.warning("Leases of prefetched samples expired; reduce prefetch or increase lease_s (%s)", error)
+            self._claims.release(meta)
+            return False
+        if len(cleared) == meta.size:
+            return False
+        self._leased = meta
+        self._leased_until = until
+        hit("stream.handed_out")  # a failpoint, for tests
+        return True
 
     def close(self) -> None:
         self._closed = True
-        if self._source is not None:
-            self._source.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
 
 @dataclass(frozen=True)
@@ -258,28 +312,21 @@ class _BatchForm:
         return round_up(max(meta.sequence_lengths), self.pad_to_multiple)
 
 
+@dataclass(kw_only=True)
 class _ClaimReader:
     """Claims and reads one micro-batch after another. Not thread-safe.
-    claim: the arguments of each `claim_meta`. lease_s: duration of the leases, or None. read: reads the columns of
-    claimed samples. step: step of the first share, or None if claims are not shares.
+    claim: further arguments of each `claim_meta`. lease_s: duration of the leases, or None. read:
+    reads the columns of claimed samples. step: step of the next share, or None if claims are not
+    shares.
     """
 
-    def __init__(
-        self,
-        client: DataPlaneClient,
-        claim: dict[str, Any],
-        *,
-        lease_s: float | None,
-        read: Callable[[DataPlaneClient, KVBatchMeta], BatchedDataDict[Any]],
-        step: int | None,
-    ) -> None:
-        self.client = client
-        self.partition: str = claim["partition_id"]
-        self.task: str = claim["task_name"]
-        self.lease_s = lease_s
-        self._claim = claim
-        self._read = read
-        self._step = step
+    client: DataPlaneClient
+    partition: str
+    task: str
+    claim: dict[str, Any]
+    lease_s: float | None
+    read: Callable[[DataPlaneClient, KVBatchMeta], BatchedDataDict[Any]]
+    step: int | None
 
     def next(self, timeout_s: float) -> MicroBatch | None:
         """Return the next micro-batch, None at the end. Raise `ClaimTimeoutError` after `timeout_s`, with nothing
@@ -289,7 +336,7 @@ class _ClaimReader:
             return None
         try:
             hit("stream.claimed")  # a failpoint, for tests
-            batch = MicroBatch(self._read(self.client, meta), meta)
+            batch = MicroBatch(self.read(self.client, meta), meta)
             hit("stream.read")
             return batch
         except BaseException:
@@ -298,15 +345,15 @@ class _ClaimReader:
 
     def _next_meta(self, timeout_s: float) -> KVBatchMeta:
         """Claim the next micro-batch, skipping shares whose samples were all cleared. The meta is empty at the end."""
-        if self._step is None:
-            return self.client.claim_meta(**self._claim, timeout_s=timeout_s)
+        if self.step is None:
+            return self.client.claim_meta(self.partition, self.task, **self.claim, timeout_s=timeout_s)
         while True:
-            meta = self.client.claim_meta(**self._claim, timeout_s=timeout_s, step=self._step)
-            self._step += 1
+            meta = self.client.claim_meta(self.partition, self.task, **self.claim, timeout_s=timeout_s, step=self.step)
+            self.step += 1
             # An empty share is the end only if the partition is complete and consumed.
             if meta.size or self.client.check_consumption_status(self.partition, [self.task]):
                 return meta
-            log.debug("All samples of this rank's share of step %d were cleared", self._step - 1)
+            log.debug("All samples of this rank's share of step %d were cleared", self.step - 1)
 
     def release(self, meta: KVBatchMeta) -> None:
         """Release these samples, except those that other claims hold now. Failures are logged."""
@@ -314,107 +361,3 @@ class _ClaimReader:
             self.client.nack(meta)
         except DataPlaneError as error:
             log.warning("Not all of %d samples of the stream of task %r were released: %s", meta.size, self.task, error)
-
-
-class _MicroBatchSource:
-    """Returns the micro-batches of `claims`. A thread prefetches up to `prefetch` of them (0: no thread).
-    For one consumer. A lease starts when its micro-batch is returned, and is acknowledged when the next one is
-    requested. `_leased` is the meta of the last returned micro-batch, whose lease ends at `_leased_until`.
-    """
-
-    def __init__(self, claims: _ClaimReader, prefetch: int, timeout_s: float) -> None:
-        self._claims = claims
-        self._timeout_s = timeout_s
-        self._leased: KVBatchMeta | None = None
-        self._leased_until = 0.0
-        self._queue: PrefetchQueue[MicroBatch] = PrefetchQueue(prefetch)
-        self._thread = self._start_thread() if prefetch else None
-        weakref.finalize(self, self._queue.close)  # ends the thread, which does not refer to this object
-
-    def _start_thread(self) -> threading.Thread:
-        """Start a thread that prefetches until the end, an error or `close`."""
-        name = f"stream of {self._claims.partition}/{self._claims.task}"
-        # The loader's timeout error reports why the last claim timed out, so a claim must have timed out before that.
-        claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))  # at least 50 ms
-        arguments = (self._claims, self._queue, claim_s)
-        thread = threading.Thread(target=_run_prefetch, args=arguments, name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def take(self) -> MicroBatch | None:
-        """Acknowledge the last micro-batch and return the next one; None at the end. Raise TimeoutError after the
-        timeout, and the errors of claims and reads."""
-        leased, self._leased = self._leased, None  # first: after an error, it is not acknowledged again
-        if leased is not None:
-            self._acknowledge(leased)
-        deadline = time.monotonic() + self._timeout_s
-        while True:  # until a micro-batch need not be skipped
-            batch = self._next(max(deadline - time.monotonic(), 0.0))
-            if batch is None or self._renew_lease(batch.meta):
-                if batch is not None:
-                    use_on_current_stream(batch.data.values())
-                return batch
-
-    def _acknowledge(self, meta: KVBatchMeta) -> None:
-        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller. After it,
-        another consumer may have used and cleared them: raise `StaleSampleError`."""
-        cleared = self._claims.client.ack(meta)
-        if cleared and time.monotonic() > self._leased_until:
-            task = self._claims.task
-            raise StaleSampleError(partition=meta.partition_id, task=task, samples=cleared, positions=[])
-
-    def _next(self, timeout_s: float) -> MicroBatch | None:
-        """Return the next micro-batch, prefetched or claimed now."""
-        if self._thread is None:
-            self._queue.check_open()
-            return self._claims.next(timeout_s)
-        if self._queue.reset_if_over():  # the old thread has ended: go on with a new one
-            self._thread = self._start_thread()
-        return self._queue.take(timeout_s, waited_s=self._timeout_s)
-
-    def _renew_lease(self, meta: KVBatchMeta) -> bool:
-        """Start the lease of a micro-batch again and set `_leased`, if there are leases. Return False if it must be
-        skipped: another claim could have taken samples of it, or all of them were cleared."""
-        if self._claims.lease_s is None:
-            return True
-        until = time.monotonic() + self._claims.lease_s  # before the call: the lease ends later at the service
-        try:
-            cleared = self._claims.client.extend(meta, self._claims.lease_s)
-        except StaleSampleError as error:
-            log.warning("Leases of prefetched samples expired; reduce prefetch or increase lease_s (%s)", error)
-            self._claims.release(meta)
-            return False
-        if len(cleared) == meta.size:
-            return False
-        self._leased, self._leased_until = meta, until
-        hit("stream.handed_out")  # a failpoint, for tests
-        return True
-
-    def close(self) -> None:
-        self._queue.close()
-        if self._thread is not None:
-            self._thread.join()
-        _release_rest(self._claims, self._queue)
-
-
-def _run_prefetch(claims: _ClaimReader, queue: PrefetchQueue[MicroBatch], claim_s: float) -> None:
-    """Run the prefetch thread: claim and read while there is space, until the end, an error or `queue.close`."""
-    more = True
-    while more and queue.wait_for_space():
-        try:
-            batch = claims.next(claim_s)
-        except ClaimTimeoutError as error:
-            queue.record_timeout(error)
-        except Exception as error:
-            queue.fail(error)
-            return
-        else:
-            queue.put(batch)
-            more = batch is not None
-    if more:  # the queue was closed, perhaps during a claim, whose micro-batch nobody takes
-        _release_rest(claims, queue)
-
-
-def _release_rest(claims: _ClaimReader, queue: PrefetchQueue[MicroBatch]) -> None:
-    for batch in queue.take_rest():
-        claims.release(batch.meta)

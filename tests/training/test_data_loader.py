@@ -21,7 +21,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
     StaleSampleError,
 )
-from dataplane.training.prefetch_queue import PrefetchQueue
+from dataplane.training.prefetcher import Prefetcher
 from tests.restarts import wait_until
 from tests.service import client, server
 from tests.streams import NEVER_S, TASKS, loader, partition, prefetches, put, rewards
@@ -164,7 +164,7 @@ def test_ranks_get_shares_of_the_same_steps(client: DataPlaneClient, partition: 
 def test_a_wait_ends_in_what_is_missing_and_may_go_on(
     client: DataPlaneClient, partition: str, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataplane.training.data_loader, "CLAIM_S", 0.05)
+    monkeypatch.setattr(dataplane.training.prefetcher, "CLAIM_S", 0.05)
     put(client, partition, [0])
     fields = ["input_ids"]
     with StreamingDataLoader(
@@ -214,12 +214,22 @@ def test_what_an_earlier_partition_kept_waiting_for_is_forgotten_with_it() -> No
     late = ClaimTimeoutError(
         partition="old", task="train", wanted=2, ready=0, waited_s=1.0, why="no sample has 'reward'"
     )
-    queue: PrefetchQueue[Any] = PrefetchQueue(1)
-    queue.record_timeout(late)
-    queue.fail(PartitionNotFoundError(partition="old"))
-    assert queue.reset_if_over()
+    outcomes = iter([late, PartitionNotFoundError(partition="old")])
+    stopped = threading.Event()
+
+    def claim(timeout_s: float) -> None:
+        outcome = next(outcomes, None)
+        if outcome is not None:
+            raise outcome
+        stopped.wait()
+
+    prefetcher: Prefetcher[Any] = Prefetcher(claim, pytest.fail, capacity=1, name="ahead", timeout_s=1.0)
+    assert prefetcher._thread is not None
+    prefetcher._thread.join()
     with pytest.raises(CallTimeoutError):
-        queue.take(0.0, waited_s=1.0)
+        prefetcher.take(0.0)
+    stopped.set()
+    prefetcher.close()
 
 
 def test_what_cannot_be_read_goes_back(client: DataPlaneClient, partition: str) -> None:
@@ -260,9 +270,7 @@ def test_one_text_is_no_list_of_names(client: DataPlaneClient, named: dict[str, 
 
 def queue_of(stream: StreamingDataLoader) -> Any:
     """What holds ready what was fetched ahead."""
-    taking = stream._stream._source
-    assert taking is not None
-    return taking._queue
+    return stream._stream._prefetcher
 
 
 def fetched_ahead(client: DataPlaneClient, partition: str, left: int) -> None:
