@@ -1,4 +1,4 @@
-"""`tq`, the command line: runs a service, inspects a running one, changes, saves, restores and measures it.
+"""`tq`, the command line: runs a service, inspects a running one, changes, saves, restores and checks it.
 
 Each command is in a separate file; `app` assembles them. Commands import slow modules only when they run.
 """

@@ -10,12 +10,10 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.bench import bench
 from dataplane.cli.checkpoint import checkpoint, restore
 from dataplane.cli.clear import clear
 from dataplane.cli.doctor import doctor
-from dataplane.cli.drain import drain
-from dataplane.cli.drop import drop
+from dataplane.cli.drain import drain, drop
 from dataplane.cli.flags import typer_command
 from dataplane.cli.ls import ls
 from dataplane.cli.serve import serve
@@ -32,7 +30,7 @@ DONE, REFUSED, WRONG_ARGUMENTS = 0, 1, 2
 
 app = typer.Typer(
     name=NAME,
-    help="The data plane for RL post-training: run a service, inspect, change, save and measure it.",
+    help="The data plane for RL post-training: run a service, inspect, change, save and check it.",
     epilog=f"Exit codes: {DONE} success, {REFUSED} failure (the message says why), {WRONG_ARGUMENTS} wrong arguments.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -42,7 +40,7 @@ _PANELS: dict[str, list[Callable[..., int]]] = {
     "Run a service": [serve, unit],
     "Look inside": [status, top, ls, show, why],
     "Change and save": [clear, checkpoint, restore, shrink, drain, drop],
-    "Check and measure": [doctor, bench],
+    "Check": [doctor],
 }
 for _panel, _functions in _PANELS.items():
     for _function in _functions:

@@ -46,7 +46,9 @@ def restore(
     *,
     address_and_path: AddressAndPath,
     partition: Partitions = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Drop existing partitions of the same names.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", metavar="", help="Drop existing partitions of the same names.")
+    ] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:

@@ -26,7 +26,9 @@ def clear(
         list[str] | None,
         typer.Argument(metavar="[SAMPLES]...", help="Drop only these (default: the whole partition with its schema)."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a whole partition is dropped.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", metavar="", help="Do not ask before a whole partition is dropped.")
+    ] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:

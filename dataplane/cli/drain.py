@@ -1,4 +1,4 @@
-"""`tq drain`."""
+"""`tq drain` and `tq drop`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 _TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
 """Interval in seconds of progress output, on a terminal and otherwise."""
+UnitName = Annotated[
+    str,
+    typer.Argument(metavar="UNIT", help="Number or name of the unit (see `tq status`).", autocompletion=units),
+]
 
 
 def drain(
     *,
-    unit: Annotated[
-        str, typer.Argument(metavar="UNIT", help="Number or name of the unit (see `tq status`).", autocompletion=units)
-    ],
+    unit: UnitName,
     timeout: Annotated[
         float,
         typer.Option(
@@ -40,10 +42,15 @@ def drain(
             help="Time limit (seconds; inf: none).",
         ),
     ] = 600.0,
-    drop: Annotated[bool, typer.Option("--drop", help="Then remove it from the service, as `tq drop` does.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Allow new rows on it again, and move nothing.")] = False,
+    drop: Annotated[
+        bool, typer.Option("--drop", metavar="", help="Then remove it from the service, as `tq drop` does.")
+    ] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", metavar="", help="Allow new rows on it again, and move nothing.")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Drain even if no other unit has space for new rows: puts then wait.")
+        bool,
+        typer.Option("--force", metavar="", help="Drain even if no other unit has space for new rows: puts then wait."),
     ] = False,
     target: TargetFlags,
     json: Json = False,
@@ -67,6 +74,30 @@ def drain(
     moved = {"cells": drained.cells, "moved_bytes": drained.moved_bytes, "pinned_bytes": drained.pinned_bytes}
     facts = {"unit": stats.unit, "name": stats.name, **moved, "dropped": drop}
     print_either(facts, _summary(stats, drained, drop=drop), json=json)
+    return 0
+
+
+def drop(
+    *,
+    unit: UnitName,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Drop it even if it has live rows: they are cleared.")
+    ] = False,
+    target: TargetFlags,
+    json: Json = False,
+) -> int:
+    """Remove a storage unit from a service permanently, so that the unit's process can exit.
+
+    Exit code 1 if the unit has live rows and --force is not given, or if the unit does not exist.
+    """
+    from dataplane.ledger import commands as c
+
+    with session(target.config("drop")) as channel:
+        stats = unit_stats(channel, unit)
+        ask(channel, c.Forget(unit=stats.unit, force=force))
+    facts = {"unit": stats.unit, "name": stats.name, "live_bytes": stats.live_bytes}
+    lost = f", and {readable(stats.live_bytes)} of live rows with it" if stats.live_bytes else ""
+    print_either(facts, f"dropped storage unit {stats.unit} {shown(stats.name)}{lost}", json=json)
     return 0
 
 

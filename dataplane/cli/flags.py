@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import typing
@@ -20,7 +19,7 @@ _memory = functools.partial(typer.Option, rich_help_panel="Memory and state")
 _transport = functools.partial(typer.Option, rich_help_panel="Transport of rows")
 _http = functools.partial(typer.Option, rich_help_panel="Page and metrics")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for scripts.")]
 Address = Annotated[
     str | None, typer.Argument(metavar="[ADDRESS]", help=f"host:port of the controller (default: {ENV_ADDRESS}).")
 ]
@@ -94,7 +93,7 @@ class MemoryFlags:
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
-        _security("--insecure", help="Allow to listen beyond loopback with neither token nor TLS."),
+        _security("--insecure", metavar="", help="Allow to listen beyond loopback with neither token nor TLS."),
     ] = False
     capacity: Annotated[
         int | None,
@@ -141,11 +140,11 @@ class Http:
 
     ui: Annotated[
         bool,
-        _http("--ui", help="Serve the dashboard page."),
+        _http("--ui", metavar="", help="Serve the dashboard page."),
     ] = False
     metrics: Annotated[
         bool,
-        _http("--metrics", help="Serve Prometheus metrics at /metrics (the same server as the page)."),
+        _http("--metrics", metavar="", help="Serve Prometheus metrics at /metrics (the same server as the page)."),
     ] = False
     http_port: Annotated[
         int | None,
@@ -172,15 +171,15 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
     docstring becomes the help, with one line per paragraph, which the terminal wraps."""
     hints = typing.get_type_hints(run, include_extras=True)
     groups: dict[str, Any] = {}  # name of the parameter -> dataclass of its flags
-    parameters: list[inspect.Parameter] = []
+    flags: list[tuple[str, Any, Any]] = []  # name, type and default of each
     for parameter in inspect.signature(run).parameters.values():
         kind = hints[parameter.name]
-        if not is_dataclass(kind):  # a flag or argument of its own
-            parameters.append(_keyword_parameter(parameter.name, kind, parameter.default))
-            continue
-        groups[parameter.name] = kind
-        types = typing.get_type_hints(kind, include_extras=True)  # of the flags in this group
-        parameters += [_keyword_parameter(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            types = typing.get_type_hints(kind, include_extras=True)
+            flags += [(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
+        else:  # a flag or argument of its own
+            flags.append((parameter.name, kind, parameter.default))
 
     @functools.wraps(run)
     def command(**values: Any) -> int:
@@ -192,15 +191,11 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     # Typer reads the flags from the signature and the annotations.
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, kind, default in flags
+        ]
+    )
+    command.__annotations__ = {name: kind for name, kind, _ in flags}
     return command
-
-
-def _keyword_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    """Return a keyword-only parameter. Boolean flags show no metavar in the help."""
-    if typing.get_origin(kind) is Annotated and typing.get_args(kind)[0] is bool:
-        option = copy.copy(typing.get_args(kind)[1])  # the `typer.Option`, which other commands share
-        option.metavar = ""
-        kind = Annotated[bool, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

@@ -26,7 +26,7 @@ VERBS = [
     *("serve", "unit"),
     *("status", "top", "ls", "show", "why"),
     *("clear", "checkpoint", "restore", "shrink", "drain", "drop"),
-    *("doctor", "bench"),
+    "doctor",
 ]
 
 

@@ -20,8 +20,7 @@ from rich.console import Console
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
-from dataplane.cli.rates import Rates, Snapshot, rates, take_snapshot
-from dataplane.cli.top import frame
+from dataplane.cli.top import Rates, Snapshot, frame, rates, take_snapshot
 from dataplane.client.rpc.channel import ControllerChannel
 from tests.children import Child
 from tests.cli.service import TQ, complaints, filled  # noqa: F401

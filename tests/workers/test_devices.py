@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataplane.cli.checks import packages
+from dataplane.cli.doctor import run_checks
+from dataplane.config import DataPlaneConfig
 from dataplane.core import devices
 from dataplane.core.buffer_pool import BufferPool
 from tests import fake_npu
@@ -74,8 +75,8 @@ def workers_attributes() -> None:
     assert Worker.torch_platform is platform
     assert Worker.torch_device_type == "npu"
     assert RlinfWorker.accelerator_type is AcceleratorType.NPU
-    (found,) = [finding for finding in packages.packages() if finding.what == "GPU"]
-    assert found.found == "1 for torch: Ascend"
+    (found,) = [finding for finding in run_checks(DataPlaneConfig(), "/dev/shm") if finding.what == "torch"]
+    assert found.found.endswith(", 1 of Ascend")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "7")
         patch.setenv("ASCEND_RT_VISIBLE_DEVICES", "2,3")
