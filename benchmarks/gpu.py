@@ -4,8 +4,7 @@ Each row of the table is a batch of one int32 column of jagged rows (lengths spr
 half times the mean, in random order). Rates count the bytes of the rows. They are best of several turns:
 
 - pinned: the ceiling, one copy of the same bytes from torch's pinned memory to the GPU (or back, for puts).
-- padded, jagged: `get_batch(device="cuda")`; located: padded, with a meta of `locate`; put: `put_samples` of a tensor
-  on the GPU.
+- padded, jagged: `get_batch(device="cuda")`; put: `put_samples` of a tensor on the GPU.
 - padded cpu, jagged cpu: `get_batch()` and `.cuda()`; put cpu: `.cpu()` and `put_samples`.
 """
 
@@ -84,7 +83,6 @@ def measure(client: DataPlaneClient, megabytes: int, count: int) -> dict[str, fl
     seconds = {
         "padded": best(lambda: client.get_batch(meta, device="cuda"), turns),
         "jagged": best(lambda: client.get_batch(meta, layout="jagged", device="cuda"), turns),
-        "located": best(partial(client.get_batch, client.locate(meta), device="cuda"), turns),
         "padded cpu": best(lambda: client.get_batch(meta)[FIELD].cuda(), min(turns, 3)),
         "jagged cpu": best(lambda: client.get_batch(meta, layout="jagged")[FIELD].cuda(), min(turns, 3)),
         "put": best(lambda: put(on_gpu), turns),
@@ -127,7 +125,7 @@ def main() -> None:
     parser.add_argument("--most-megabytes", type=int, default=1024)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; GB/s of row bytes")
-    names = ["padded", "located", "jagged", "pinned", "padded cpu", "jagged cpu", "put", "pinned back", "put cpu"]
+    names = ["padded", "jagged", "pinned", "padded cpu", "jagged cpu", "put", "pinned back", "put cpu"]
     print("| MB | rows | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 2))
     with closing(Service({"capacity_bytes": 8 << 30})) as service, connect(service.address) as client:
         for megabytes, count in SIZES:

@@ -86,7 +86,7 @@ class AsyncCalls:
         fields = get.chosen_fields(meta, select_fields)
         return await self.perform(get.get, meta, meta.partition_id, fields, copy=True)
 
-    async def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
+    async def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> get.SampleHosts:
         """See `DataPlaneClient.locate`."""
         return await self.perform(get.locate, meta, get.chosen_fields(meta, select_fields))
 

@@ -91,7 +91,7 @@ class AsyncConnection(Session):
     async def _perform(self, step: Step, operation: Operation[Any], call: threading.Lock) -> Any:
         """Execute one step and return its outcome."""
         match step:
-            case Send(command):  # its `meanwhile` is optional, and would block the event loop
+            case Send(command):
                 number, result = await self._channel.call(command)
                 return Sent(number, result)
             case Post(command):

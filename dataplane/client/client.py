@@ -215,14 +215,10 @@ class DataPlaneClient:
         fields = get.chosen_fields(meta, select_fields)
         return self.perform(get.get, meta, meta.partition_id, fields, copy=True)
 
-    def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
-        """Return the meta with the current locations of its samples' fields (default: `meta.fields`). The locations
-        survive pickling, `subset`, `slice` and `concat`. `get_samples`, `get_data` and `get_batch` through this
-        meta copy from these locations while the service validates them, instead of after a lookup. They repeat the
-        copy only if a row has changed: overwritten, cleared, moved or damaged rows are never returned. The
-        locations take about 30 bytes per cell. This is useful when the round trip to the service is slow: locate
-        once after a claim, then read from many ranks. Fields of objects, and all reads of an async client, are
-        always looked up first. KeyError as `get_samples`."""
+    def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> get.SampleHosts:
+        """Return (meta, hosts): the meta with the row handles of its samples, and for each sample the host (the boot id
+        of its machine) that stores most bytes of the fields (default: `meta.fields`), None without any bytes. Later
+        puts and moves can change the hosts. The service's metrics count it as a read. KeyError as `get_samples`."""
         return self.perform(get.locate, meta, get.chosen_fields(meta, select_fields))
 
     def get_batch(

@@ -11,7 +11,7 @@ from dataplane.ledger import commands as c
 
 
 def select_values(located: c.FieldLocations, selection: npt.NDArray[Any] | slice) -> c.FieldLocations:
-    """Return the locations at these positions (indexes, booleans or a slice), without serials."""
+    """Return the locations at these positions (indexes, booleans or a slice)."""
     return c.FieldLocations(
         name=located.name,
         spec=located.spec,

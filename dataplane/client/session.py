@@ -337,8 +337,8 @@ class Connection(Session):
     def _perform(self, step: Step, call: threading.Lock) -> Any:
         """Execute one step in the calling thread and return its outcome."""
         match step:
-            case Send():
-                return self._send(step, call)
+            case Send(command):
+                return Sent(*self._channel.call(command))
             case Post(command):
                 self._channel.post(command)
             case Work(run):
@@ -348,15 +348,6 @@ class Connection(Session):
                 future.result()
         return None
 
-    def _send(self, step: Send, call: threading.Lock) -> Sent:
-        """Send a command and wait for its response."""
-        command, meanwhile = step.command, step.meanwhile
-        if meanwhile is None:
-            return Sent(*self._channel.call(command))
-        self._begin_copy(call)
-        values: list[Any] = []  # the value that `meanwhile` returned; empty if it was not executed
-        number, result = self._channel.call(command, meanwhile=lambda: values.append(meanwhile()))
-        return Sent(number, result, *values)
 
     def _post_leftovers(self) -> None:
         for command in self.session_state.leftovers():

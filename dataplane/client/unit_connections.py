@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dataplane.client.locations import units_of
 from dataplane.client.row_reader import gather
 from dataplane.config import DataPlaneConfig
 from dataplane.core import devices, failpoints
@@ -110,32 +109,14 @@ class UnitConnections:
         """Return whether any of `units` is unknown, or has failed since it was learned: its epoch may have changed."""
         return any(unit not in self._infos or unit in self._suspects for unit in units)
 
-    def backed(self, located: Sequence[c.FieldLocations]) -> bool:
-        """Return whether these locations are in memory that their units currently back, as far as this process can
-        see. Touching memory that a unit has released would allocate it again, and if none is free, the kernel would
-        kill the process."""
-        for unit in units_of(located):
-            arena = self.arena(unit)
-            if arena is None:
-                continue  # the unit checks its own memory
-            for field in located:
-                on_unit = field.units == unit
-                ends = field.offsets[on_unit] + field.lengths[on_unit] * field.spec.unit_bytes
-                if len(ends) and int(ends.max()) > arena.backed_bytes:
-                    return False
-        return True
-
     def epochs(self, units: Iterable[int]) -> dict[int, int]:
         """Return the last known epochs of these units."""
         return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
 
-    def connected(self, epochs: Mapping[int, int]) -> bool:
-        """Return whether each of these units is connected, has this epoch, and has not failed since it was
-        last listed."""
-        return all(
-            unit in self._connections and unit not in self._suspects and self._is_current(unit, epoch)
-            for unit, epoch in epochs.items()
-        )
+    def host_of(self, unit: int) -> str | None:
+        """Return the host of the unit, as `UnitInfo.host`; None if the unit is not known."""
+        info = self._infos.get(unit)
+        return None if info is None else info.host
 
     def _is_current(self, unit: int, epoch: int) -> bool:
         """Return whether this is the last known epoch of the unit."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PACKING_KEYS
-from dataplane.core.types import FieldSpec, Scalar
+from dataplane.core.types import Scalar
 from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
 
 Int64s = npt.NDArray[np.int64]
@@ -42,53 +42,6 @@ class FixedList(list[_Value]):
         return FixedList, (list(self),)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CellPlaces:
-    """Last known locations of the cells of one field. They are hints: a reader must have them confirmed.
-
-    spec: of the field. epochs: storage unit number -> epoch of that unit. The other attributes are arrays `[N]` with
-    one cell per sample: its storage unit, offset, length and checksum (`checksums` None: no checksums), and its serial.
-    A cell that has the same serial and offset later was not moved or freed in between."""
-
-    spec: FieldSpec
-    epochs: dict[int, int]
-    units: npt.NDArray[np.int32]
-    offsets: Int64s
-    lengths: Int64s
-    serials: Int64s
-    checksums: npt.NDArray[np.uint32] | None
-
-    def take(self, indices: npt.NDArray[Any]) -> CellPlaces:
-        """Return the locations of the samples at `indices`."""
-        return dataclasses.replace(
-            self,
-            units=self.units[indices],
-            offsets=self.offsets[indices],
-            lengths=self.lengths[indices],
-            serials=self.serials[indices],
-            checksums=None if self.checksums is None else self.checksums[indices],
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
-        """Concatenate `parts`. None if they differ in spec, the epoch of a unit, or whether they have checksums."""
-        spec, checksums = parts[0].spec, [part.checksums for part in parts if part.checksums is not None]
-        # If two parts have different epochs of one unit, the last one is here, and the first part fails the comparison.
-        epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
-        same = all(part.spec == spec and part.epochs.items() <= epochs.items() for part in parts)
-        if not same or len(checksums) not in (0, len(parts)):
-            return None
-        return cls(
-            spec=spec,
-            epochs=epochs,
-            units=np.concatenate([part.units for part in parts]),
-            offsets=np.concatenate([part.offsets for part in parts]),
-            lengths=np.concatenate([part.lengths for part in parts]),
-            serials=np.concatenate([part.serials for part in parts]),
-            checksums=np.concatenate(checksums) if checksums else None,
-        )
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVBatchMeta:
     """References to N samples of one partition, with their metadata but without their data.
@@ -107,7 +60,7 @@ class KVBatchMeta:
     (`schema.PACKING_KEYS`) if the rows changed.
 
     Hidden attributes: `_rows` and `_generations` are the row handles (both or neither), `_claims` the claim ids,
-    `_places` the cell locations by field, `_named` the ids that the per-sample values belong to.
+    `_named` the ids that the per-sample values belong to.
 
     Raises InvalidRequestError (a ValueError) for values that do not align, UnsupportedValueError (a TypeError) for
     wrong types.
@@ -123,7 +76,6 @@ class KVBatchMeta:
     _rows: Int64s | None = None
     _generations: Int64s | None = None
     _claims: Int64s | None = None
-    _places: dict[str, CellPlaces] | None = None
     _named: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -182,18 +134,13 @@ class KVBatchMeta:
         """`[N]` claim ids, one per sample, if a claim returned the meta; else None."""
         return self._claims
 
-    @property
-    def places(self) -> Mapping[str, CellPlaces]:
-        """Last known cell locations by field; empty unless the meta carries them (see `DataPlaneClient.locate`)."""
-        return self._places or {}
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KVBatchMeta):
             return NotImplemented
         return all(
             _same(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(KVBatchMeta)
-            if field.name not in ("_places", "_named")  # hints, and the same as sample_ids
+            if field.name != "_named"  # the same as sample_ids
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -270,7 +217,6 @@ class KVBatchMeta:
             _rows=_concatenate_arrays([meta._rows for meta in parts]),
             _generations=_concatenate_arrays([meta._generations for meta in parts]),
             _claims=_concatenate_arrays([meta._claims for meta in parts]),
-            _places=_concatenate_places([meta.places for meta in parts]),
         )
 
     # --- the same samples ---
@@ -280,19 +226,12 @@ class KVBatchMeta:
         return self._replace(fields=None if fields is None else _check_names("fields", fields))
 
     def with_handles(self, rows: Int64s, generations: Int64s) -> KVBatchMeta:
-        """Return a meta with these row handles, `[N]` each, which the client receives from the service, and without
-        cell locations."""
-        return self._replace(
-            _rows=_check_handles(rows, self.size), _generations=_check_handles(generations, self.size), _places=None
-        )
+        """Return a meta with these row handles, `[N]` each, which the client receives from the service."""
+        return self._replace(_rows=_check_handles(rows, self.size), _generations=_check_handles(generations, self.size))
 
     def with_claims(self, claims: Int64s) -> KVBatchMeta:
         """Return a meta with these claim ids, `[N]`, which the client receives from the service."""
         return self._replace(_claims=_check_handles(claims, self.size))
-
-    def with_places(self, places: Mapping[str, CellPlaces]) -> KVBatchMeta:
-        """Return a meta with these cell locations added, by field. The client receives them from the service."""
-        return self._replace(_places={**self.places, **places})
 
     def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
         """Return a meta with `tags` merged in: one mapping per sample, or name -> `[N]` values. The tags stored by the
@@ -323,7 +262,6 @@ class KVBatchMeta:
             _rows=None if self._rows is None else self._rows[array],
             _generations=None if self._generations is None else self._generations[array],
             _claims=None if self._claims is None else self._claims[array],
-            _places={name: cells.take(array) for name, cells in self.places.items()} or None,
         )
 
 
@@ -445,14 +383,6 @@ def _concatenate_lists(lists: Sequence[list[int] | None]) -> list[int] | None:
 def _concatenate_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
     known = [array for array in arrays if array is not None]
     return np.concatenate(known) if len(known) == len(arrays) else None
-
-
-def _concatenate_places(places: Sequence[Mapping[str, CellPlaces]]) -> dict[str, CellPlaces] | None:
-    """Concatenate the cell locations of the fields that all metas have, if they can be joined (None: no field is left).
-    places: by field, one mapping per meta."""
-    shared = [name for name in places[0] if all(name in other for other in places[1:])]
-    joined = {name: CellPlaces.joined([by_field[name] for by_field in places]) for name in shared}
-    return {name: cells for name, cells in joined.items() if cells is not None} or None
 
 
 def _concatenate_tags(metas: Sequence[KVBatchMeta]) -> list[dict[str, Scalar]] | None:

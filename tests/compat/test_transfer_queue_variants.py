@@ -95,7 +95,7 @@ def test_a_field_is_of_one_column_again_when_the_rows_before_are_gone(native: Da
     tq.kv_batch_put(["b", "c"], "p", TensorDict({"x": torch.zeros(2, 2, 2)}, batch_size=2))
     assert [tuple(row.shape) for row in native.get_samples(["b", "c"], "p", ["x"])["x"]] == [(2, 2), (2, 2)]
     located: c.Located = native.perform(
-        ask, c.Locate(partition="p", samples=c.Samples(ids=("b", "c")), fields=("x",), missing_ok=True, unpinned=True)
+        ask, c.Locate(partition="p", samples=c.Samples(ids=("b", "c")), fields=("x",), missing_ok=True)
     )
     assert [found.name for found in located.fields] == ["x"]
 

@@ -94,11 +94,6 @@ def test_a_read_ends_with_its_release(told: Told) -> None:
     assert told.recorder.moved.got_bytes == 24
 
 
-def test_a_look_that_pins_nothing_is_no_read(told: Told) -> None:
-    told.call(c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",), unpinned=True), located(1))
-    assert told.recorder.moved.got_samples == 0
-
-
 def test_a_claim_that_only_looks_is_none(told: Told) -> None:
     rows = np.arange(2)
     claim = c.Claim(partition="p", task="t", fields=("x",), batch_size=2, blocking=False, peek=True)

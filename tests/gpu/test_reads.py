@@ -110,7 +110,7 @@ def test_the_gpu_reads_whole_rows_while_the_arena_is_reused_and_shrunk() -> None
                     ]
                     client.register_partition("mine", ["x"], num_samples=8, consumer_tasks=["policy"])
                     client.put_samples([f"{n}" for n in range(8)], "mine", {"x": rows})
-                    meta = client.locate(client.claim_meta("mine", "policy", ["x"], batch_size=8))
+                    meta = client.claim_meta("mine", "policy", ["x"], batch_size=8)
                     got = client.get_batch(meta, device="cuda", pad_value_dict={"x": -1})["x"]
                     for row, sample in zip(got, meta.sample_ids, strict=True):
                         count = len(rows[int(sample)])

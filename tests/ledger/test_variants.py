@@ -33,14 +33,6 @@ def located(client: Client, *ids: str) -> dict[str, list[int]]:
     return {each.name: each.lengths.tolist() for each in found.fields}
 
 
-def test_nothing_is_pinned_if_the_cells_are_only_looked_up(client: Client) -> None:
-    look = c.Locate(partition="p", samples=by_ids("a", "none"), fields=("x",), missing_ok=True, unpinned=True)
-    (found,) = client.call(c.Located, look).fields
-    assert found.lengths.tolist() == [8, -1]
-    (session,) = client.stats().sessions
-    assert session.pins == 0
-
-
 def test_names() -> None:
     assert field_of(X) == field_of("x") == "x"
     assert X != "x"

@@ -18,7 +18,6 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from dataplane.client.locations import select_values, units_of
-from dataplane.client.operations.remembered import remembered_locations, unchanged
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
@@ -42,7 +41,7 @@ from dataplane.data.columns import (
     widened,
 )
 from dataplane.data.jagged import checked_width, not_per_token
-from dataplane.data.meta import CellPlaces, KVBatchMeta
+from dataplane.data.meta import KVBatchMeta
 from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
 from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
 from dataplane.ledger import commands as c
@@ -293,30 +292,35 @@ def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Seq
     return fields
 
 
-def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[KVBatchMeta]:
-    """Return the meta with the current locations of its samples' fields. They are not pinned: `_read` may copy from
-    them, but has the service confirm them before it uses the copy."""
-    ids = ids_of(meta)
-    located = yield from _locate(
-        session_state, meta, ids, meta.partition_id, select_fields, serials=True, unpinned=True
-    )
+class SampleHosts(NamedTuple):
+    """Where samples are. meta: with the row handles of its samples. hosts: `[N]` for each sample the host (the boot id
+    of its machine) with the most bytes of its fields; None without any bytes."""
+
+    meta: KVBatchMeta
+    hosts: list[str | None]
+
+
+def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[SampleHosts]:
+    """Return the row handles and the hosts of the samples. Later puts and moves can change the hosts."""
+    located = yield from _locate(session_state, meta, ids_of(meta), meta.partition_id, select_fields)
+    yield Post(c.Release(located=located.number))
     result: c.Located = located.result
-    whole = _stored(result.fields, len(select_fields)).whole  # fields with rows of an earlier kind are located anew
-    yield from ensure_known(session_state, units_of(whole))
-    epochs = session_state.connections.epochs(units_of(whole))
-    places = {
-        field.name: CellPlaces(
-            spec=field.spec,
-            epochs=epochs,
-            units=field.units,
-            offsets=field.offsets,
-            lengths=field.lengths,
-            serials=np.zeros(0, np.int64) if field.serials is None else field.serials,
-            checksums=field.checksums,
-        )
-        for field in whole
-    }
-    return meta.with_handles(result.rows, result.generations).with_places({**meta.places, **places})
+    yield from ensure_known(session_state, units_of(_stored(result.fields, len(select_fields)).columns))
+    nbytes: dict[str, np.ndarray[Any, Any]] = {}  # by host, `[N]` bytes of each sample
+    for field in result.fields:
+        sizes = field.lengths.clip(0) * field.spec.unit_bytes  # negative: the value is in another column
+        for unit in set(field.units[sizes > 0].tolist()):
+            host = session_state.connections.host_of(unit)
+            if host is not None:
+                nbytes[host] = nbytes.get(host, 0) + np.where(field.units == unit, sizes, 0)
+    hosts: list[str | None] = [None] * meta.size
+    if nbytes:
+        table = np.stack(list(nbytes.values()))  # [hosts, N]
+        names = list(nbytes)
+        for row, best in enumerate(table.argmax(axis=0).tolist()):
+            if table[best, row]:
+                hosts[row] = names[best]
+    return SampleHosts(meta.with_handles(result.rows, result.generations), hosts)
 
 
 def _locate(
@@ -325,15 +329,16 @@ def _locate(
     ids: list[str],
     partition: str,
     select_fields: Sequence[str],
-    meanwhile: Callable[[], Any] | None = None,
-    **more: bool,
+    *,
+    missing_ok: bool = False,
 ) -> Operation[Any]:
-    """Look up the fields of the samples, and pin them unless `more` has `unpinned`. Return `Sent` with `Located`.
-    meanwhile: see `Send`. more: options of `Locate`. Raise `InvalidRequestError` for no fields."""
+    """Look up the fields of the samples, and pin them. Return `Sent` with `Located`. missing_ok: see `Locate`. Raise
+    `InvalidRequestError` for no fields."""
     if not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
-    locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)
-    return (yield from send_for_samples(ids, locate, meanwhile))
+    samples = samples_of(names, ids)
+    locate = c.Locate(partition=partition, samples=samples, fields=tuple(select_fields), missing_ok=missing_ok)
+    return (yield from send_for_samples(ids, locate))
 
 
 def _read(
@@ -348,11 +353,7 @@ def _read(
     on_device: bool = False,
 ) -> Operation[Any]:
     """Locate and pin, copy, release; return what `build` makes of the located rows, or of these parts. unpadded: it
-    copies no more bytes than these have. on_device: it copies to a GPU.
-
-    If the meta has locations, copy from there while the lookup is pending. This copy is used only if the lookup returns
-    the same locations: then each cell was present from before the copy until it was pinned. Otherwise the copy is
-    discarded and the located rows are copied."""
+    copies no more bytes than these have. on_device: it copies to a GPU."""
     ids = ids_of(names)
 
     def work(stored: Stored, units: set[int]) -> Any:
@@ -362,25 +363,14 @@ def _read(
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
         """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
-        remembered = remembered_locations(session_state, names, select_fields) if failed is None else None
-        if remembered is None:
-            located = yield from _locate(session_state, names, ids, partition, select_fields)
-        else:
-            early_copy = partial(_try_work, session_state, work, remembered)
-            located = yield from _locate(
-                session_state, names, ids, partition, select_fields, meanwhile=early_copy, serials=True
-            )
+        located = yield from _locate(session_state, names, ids, partition, select_fields)
         try:
             stored = _stored(located.result.fields, len(select_fields))
             _log_widened(session_state, partition, located.result.widened)
-            # `located.meanwhile` is None if the early copy failed or was not made.
-            if remembered is not None and located.meanwhile is not None and unchanged(remembered, stored.columns):
-                built = located.meanwhile
-            else:
-                units = _refuse_failed(units_of(stored.columns), failed)
-                yield from ensure_known(session_state, units)
-                brief = partial(_copies_little, session_state, stored.columns, units) if unpadded else never
-                built = yield Work(partial(work, stored, units), brief)
+            units = _refuse_failed(units_of(stored.columns), failed)
+            yield from ensure_known(session_state, units)
+            brief = partial(_copies_little, session_state, stored.columns, units) if unpadded else never
+            built = yield Work(partial(work, stored, units), brief)
             yield from _check_pins_lasted(session_state)
             return built
         finally:
@@ -484,18 +474,6 @@ def _refuse_failed(units: set[int], failed: StorageUnitError | None) -> set[int]
     if failed is not None and failed.facts["unit"] in units:
         raise failed
     return units
-
-
-def _try_work(session_state: SessionState, work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
-    """Run `work`, which reads the rows, with the remembered locations. Return None if they cannot be read, or if a unit
-    may have released their memory (see `backed`)."""
-    try:
-        if not session_state.connections.backed(remembered):
-            return None
-        return work(_stored(remembered, len(remembered)), units_of(remembered))
-    except Exception as error:
-        log.debug("Rows cannot be read at the locations in the meta: %s", error)
-        return None
 
 
 def _read_views(

@@ -168,12 +168,10 @@ def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
     return listed
 
 
-def send_for_samples(
-    ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None
-) -> Operation[Any]:
+def send_for_samples(ids: Sequence[str], command: c.Command) -> Operation[Any]:
     """Send a command and return the `Sent` with its result. An error about row handles is raised with the caller's ids
-    of these rows. meanwhile: see `Send`."""
+    of these rows."""
     try:
-        return (yield Send(command, meanwhile))
+        return (yield Send(command))
     except StaleSampleError as error:
         raise error.with_ids(ids) from None

@@ -22,22 +22,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a command and wait for its response, up to the channel's deadline for the command. Outcome: `Sent`.
-    `meanwhile` may be executed in the same thread while the response is pending; it raises no exception, and copies
-    under the rules of `Work`."""
+    """Send a command and wait for its response, up to the channel's deadline for the command. Outcome: `Sent`."""
 
     command: Command
-    meanwhile: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The call number of a command and its result; `meanwhile` is the return value of that function, None if it was
-    not executed."""
+    """The call number of a command and its result."""
 
     number: int
     result: Any
-    meanwhile: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,10 +125,8 @@ class ControllerChannel(OpenChannel):
         command: c.Command,
         *,
         timeout_s: float | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[int, c.Result]:
-        """Send a command, wait for its response and return its number and result. `meanwhile` is called once, after
-        the command was first sent.
+        """Send a command, wait for its response and return its number and result.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
         (Allocate, FindCells, Shrink, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
@@ -141,14 +139,14 @@ class ControllerChannel(OpenChannel):
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
-            reply = self._exchange(outgoing, meanwhile)
+            reply = self._exchange(outgoing)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
         except Exception:
             self._abandon(outgoing)
             raise
 
-    def _exchange(self, outgoing: OutgoingCall, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
+    def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence and after a reconnection, until its deadline (see
         `prepare_resend`)."""
         waiting = _Waiting(outgoing, self._waker)
@@ -158,7 +156,6 @@ class ControllerChannel(OpenChannel):
             self._socket.waiting[outgoing.number] = waiting
             try:
                 self._send(outgoing.frames)
-                meanwhile()
                 while waiting.outcome is None:
                     self._wait(waiting)
                     if waiting.outcome is None:

@@ -203,10 +203,7 @@ class Recorder:
         self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
 
     def _count_locate(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
-        """Count a get. Its span is added when its Release is answered. A Locate without pins has no Release and is not
-        counted."""
-        if command.unpinned:
-            return
+        """Count a get. Its span is added when its Release is answered."""
         samples, nbytes = len(result.rows), 0
         for field in result.fields:
             lengths = field.lengths.clip(0) if command.missing_ok else field.lengths  # negative: the value is missing

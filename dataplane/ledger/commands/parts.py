@@ -141,8 +141,7 @@ class CommitColumn(Value, frozen=True, kw_only=True):
 class FieldLocations(Value, frozen=True, kw_only=True):
     """Locations of one field of the named samples; all arrays are aligned with the samples. A missing cell,
     where allowed, has length -1 (unit and offset are undefined). `checksums` are those that the reader must
-    compare (0: none; None: none at all). `serials`, on request: a cell that has the same serial and offset later
-    was not moved or freed in between."""
+    compare (0: none; None: none at all)."""
 
     name: str
     spec: FieldSpec
@@ -150,7 +149,6 @@ class FieldLocations(Value, frozen=True, kw_only=True):
     offsets: Int64s
     lengths: Int64s
     checksums: UInt32s | None = None
-    serials: Int64s | None = None
 
 
 class FieldNames(Value, frozen=True, kw_only=True):

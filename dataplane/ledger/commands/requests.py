@@ -201,8 +201,7 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
     """Return where the fields of the samples are, and pin them under this call's number. Answered `Located`.
 
     With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation
-    0) are not errors, and the answer includes variants (`schema.variants_of`). With `serials`, the answer has them (not
-    with `missing_ok`). `unpinned`: nothing is pinned, and cells may be freed before the answer arrives.
+    0) are not errors, and the answer includes variants (`schema.variants_of`).
     """
 
     lasting = False
@@ -210,8 +209,6 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
     samples: Samples
     fields: tuple[str, ...]
     missing_ok: bool = False
-    serials: bool = False
-    unpinned: bool = False
 
 
 class Release(Answered[Done], frozen=True, kw_only=True):

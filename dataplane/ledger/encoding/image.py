@@ -43,7 +43,7 @@ from dataplane.ledger.state import (
     watches,
 )
 
-FORMAT = 8
+FORMAT = 9
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _INT_BITS = 63
 

@@ -35,8 +35,8 @@ class Reads:
         self.state = state
 
     def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
-        """Locate and pin every cell of the samples and fields; with `unpinned`, only locate them. If anything is
-        missing, nothing is pinned. With `missing_ok`, missing cells are not an error."""
+        """Locate and pin every cell of the samples and fields. If anything is missing, nothing is pinned. With
+        `missing_ok`, missing cells are not an error."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
@@ -51,10 +51,10 @@ class Reads:
         to_pin: list[c.Int32s] = []
         for name in command.fields:
             for column, field, cells in self._present_cells(partition, name, rows):
-                locations = self._locations(session, command, column, field, rows, cells)
+                locations = self._locations(session, column, field, rows, cells)
                 (located if column == name else hidden).append(locations)
                 to_pin.append(cells[0])
-        if len(rows) and located and not command.unpinned:
+        if len(rows) and located:
             pinned = np.concatenate(to_pin)
             if hidden:  # extent 0: the row has no cell in this column
                 pinned = pinned[pinned > 0]
@@ -70,8 +70,7 @@ class Reads:
 
     def _locate_existing(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
         """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`columns_of`)
-        that some of the rows have. An id without a sample has row -1; a stale handle is an error. With `unpinned`,
-        nothing is pinned."""
+        that some of the rows have. An id without a sample has row -1; a stale handle is an error."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
         located: list[c.FieldLocations] = []
@@ -92,10 +91,9 @@ class Reads:
                 )
             )
             to_pin.append(extents[extents > 0])
-        if not command.unpinned:
-            pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
-            self.state.extents.pin(pinned)
-            session.pins[number] = pinned
+        pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
+        self.state.extents.pin(pinned)
+        session.pins[number] = pinned
         # Generation 0 for samples that do not exist. A partition without rows has no table of generations.
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
@@ -123,9 +121,7 @@ class Reads:
             )
         return present
 
-    def _locations(
-        self, session: Session, command: c.Locate, name: str, field: Field, rows: c.Int64s, cells: Cells
-    ) -> c.FieldLocations:
+    def _locations(self, session: Session, name: str, field: Field, rows: c.Int64s, cells: Cells) -> c.FieldLocations:
         """Return the locations of the rows' cells in one column; a row without a cell has length -1."""
         extents, offsets, lengths = cells
         units = self.state.extents.units[extents]
@@ -137,7 +133,6 @@ class Reads:
             offsets=offsets,
             lengths=lengths,
             checksums=None if checksums is None else checksums_to_compare(self.state, session, checksums, units),
-            serials=self.state.extents.serials_of(extents) if command.serials else None,
         )
 
     def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:

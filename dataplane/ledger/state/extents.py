@@ -77,19 +77,16 @@ class Extents:
 
     `live`: number of live cells of each extent. `pins`: number of `pin` calls without `unpin`. `sizes`: bytes held, in
     whole granules; an extent of empty values holds none. `owners`: account numbers (0: space without an account, which
-    is preallocated, or taken for moved cells or a compaction). `serials` distinguish successive extents with one
-    number; `made` counts all extents. Numbers below `high` are in use, or `spare`. `several`: records of the extents
-    with several values (`is_several`). `accounts`: open accounts, and closed ones that still have bytes, by number;
-    `opened` is the last number given out.
+    is preallocated, or taken for moved cells or a compaction). Numbers below `high` are in use, or `spare`. `several`:
+    records of the extents with several values (`is_several`). `accounts`: open accounts, and closed ones that still
+    have bytes, by number; `opened` is the last number given out.
 
     `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
     lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
     since then. `hoped`: number of the `Outlook` that counts the extent (`outlooks`: the last such number). `stirred`:
     on a unit in `watched`, an extent became live, lost its last pin or was freed, or any unit was dropped."""
 
-    made = 0
     outlooks = 0
-    serials: Int64s | None = None
     watched: frozenset[int] = frozenset()
     stirred = False
 
@@ -111,7 +108,6 @@ class Extents:
         self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
-        self.serials = np.zeros(64, np.int64)
         self.hoped: Int64s = np.zeros(64, np.int64)
 
     def open_account(self) -> Account:
@@ -135,8 +131,6 @@ class Extents:
             self.high += 1
             if number == len(self.units):
                 self._grow()
-        self.made += 1
-        self._serials()[number] = self.made
         self.units[number] = unit
         self.starts[number] = start
         self.sizes[number] = size
@@ -303,17 +297,6 @@ class Extents:
         if self.watched and not self.stirred:
             self.stirred = not self.watched.isdisjoint(units.tolist())
 
-    def serials_of(self, numbers: Int32s) -> Int64s:
-        """Return the serial number of each extent, which no other extent ever has."""
-        serials: Int64s = self._serials()[numbers]
-        return serials
-
-    def _serials(self) -> Int64s:
-        """Return the column of serials. Extents of an older ledger without serials have 0, which no new extent has."""
-        if self.serials is None:
-            self.serials = np.zeros(len(self.units), np.int64)
-        return self.serials
-
     def bytes_of(self, numbers: Int32s) -> int:
         return int(self.sizes[numbers].sum())
 
@@ -385,9 +368,8 @@ class Extents:
 
     def _grow(self) -> None:
         """Enlarge all columns."""
-        self._serials()  # creates the column if it does not exist
         size = next_capacity(len(self.units), len(self.units) + 1)
-        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials", "hoped"):
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "hoped"):
             setattr(self, name, grown(getattr(self, name), size))
 
 

@@ -255,22 +255,20 @@ class FieldNames(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FieldLocations(_message.Message):
-    __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums", "serials")
+    __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    SERIALS_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: FieldSpec
     units: bytes
     offsets: bytes
     lengths: bytes
     checksums: bytes
-    serials: bytes
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., serials: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class UnitInfo(_message.Message):
     __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "fsynced", "curve_key")
@@ -861,22 +859,18 @@ class Committed(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., part_fields: _Optional[_Iterable[_Union[FieldNames, _Mapping]]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples", "fields", "missing_ok", "serials", "unpinned")
+    __slots__ = ("header", "partition", "samples", "fields", "missing_ok")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     MISSING_OK_FIELD_NUMBER: _ClassVar[int]
-    SERIALS_FIELD_NUMBER: _ClassVar[int]
-    UNPINNED_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
     fields: _containers.RepeatedScalarFieldContainer[str]
     missing_ok: bool
-    serials: bool
-    unpinned: bool
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ..., missing_ok: bool = ..., serials: bool = ..., unpinned: bool = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., fields: _Optional[_Iterable[str]] = ..., missing_ok: bool = ...) -> None: ...
 
 class Located(_message.Message):
     __slots__ = ("fields", "rows", "generations", "widened")
