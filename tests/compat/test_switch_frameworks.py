@@ -154,6 +154,6 @@ def test_a_job_that_is_written_for_rlinf(python: Path, tmp_path: Path) -> None:
     missing, absent, shown, got, arguments = json.loads(said.splitlines()[-1])
     assert missing.startswith("cannot import 'FrankaHWInfo' from rlinf.scheduler")
     assert absent.startswith(f"No module named 'rlinf.scheduler.net_emulation': {VARIABLE}=rlinf.scheduler makes")
-    assert "(0, 'workers.rlinf.worker.worker')" in shown
-    assert got == [[0, "workers.rlinf.worker.worker"], [1, "workers.rlinf.worker.worker"]]
+    assert "(0, 'workers.rlinf.worker')" in shown
+    assert got == [[0, "workers.rlinf.worker"], [1, "workers.rlinf.worker"]]
     assert arguments == ["runner.seed=1"]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from workers import Channel, Worker
+from workers import Channel
 from workers.groups.device_lock import DeviceLock
+from workers.rlinf import Worker
 
 
 class Courier(Worker):

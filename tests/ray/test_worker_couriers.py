@@ -17,7 +17,7 @@ from tests.ray.jobs import ROOT
 from workers import Channel, Cluster, NodePlacementStrategy, WorkerGroup
 from workers.directory import DIRECTORY_VARIABLE
 from workers.errors import NameNotFoundError, WorkerLostError
-from workers.groups import routed as routed_module
+from workers.rlinf import routing
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -157,9 +157,9 @@ def one_part(data: Any, sizes: list[int]) -> list[Any]:
 
 
 def test_a_group_that_is_not_there_is_a_named_error(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_module, "GROUP_WAIT_S", 0.0)
+    monkeypatch.setattr(routing, "GROUP_WAIT_S", 0.0)
     with pytest.raises(NameNotFoundError, match="nobody"):
-        routed_module.group_world_size(cluster.directory, "nobody")
+        routing.get_group_world_size(cluster.directory, "nobody")
 
 
 ALONE = """

@@ -24,8 +24,8 @@ from workers import Worker
 from workers.groups.cluster import _count_accelerators
 from workers.groups.launch import place_environment
 from workers.placement.strategies import PackedPlacementStrategy
-from workers.rlinf.hardware import AcceleratorType
-from workers.rlinf.worker.worker import Worker as RlinfWorker
+from workers.rlinf.worker import AcceleratorType
+from workers.rlinf.worker import Worker as RlinfWorker
 from workers.training.replica_group import ReplicaGroup
 from workers.transport import pickling
 

@@ -22,9 +22,7 @@ from workers.channels import Channel
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient
 from workers.directory.address import WorkerAddress
 from workers.groups.actor_class import SERVING_FILE, add_duration
-from workers.groups.batch_routing import SizeOf
 from workers.groups.device_lock import DeviceLock
-from workers.groups.routed import AsyncRouteWork, BatchRoute, Router, recv_batch, send_batch
 from workers.groups.worker_group import WorkerGroup
 from workers.messages import AsyncWork, CollectiveGroupOptions, Messenger, participants
 from workers.messages.broadcast_members import Ranks
@@ -219,126 +217,19 @@ class Worker:
         of either. None for this worker's whole group. src: (group name, rank or rank path), None for the first
         worker of `groups`.
         """
-        # The launched group. In a child process the rank paths are those of its siblings.
-        own_group: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._group_rank_paths()))]
+        if groups is None:
+            # The launched group. In a child process the rank paths are those of its siblings.
+            parent_path = self._worker_address.rank_path[:-1]
+            paths: Ranks = [(*parent_path, rank) for rank in range(self._world_size)]
+            groups = [(self._worker_address.root_group_name, paths)]
         return self._messenger.broadcast(
             object,
-            participants(own_group if groups is None else groups),
+            participants(groups),
             None if src is None else WorkerAddress(*src),
             async_op=async_op,
             options=options,
             timeout_s=timeout_s,
         )
-
-    # --- batches between groups -----------------------------------------------------------------------------------
-
-    def send_to(
-        self,
-        group_name: str,
-        channel: Channel | None,
-        data: Any,
-        *,
-        route_key: Any = None,
-        mode: str | None = None,
-        tag: str | None = None,
-        async_op: bool = False,
-        batch_size: int | None = None,
-        split_fn: Callable[[Any, list[int]], list[Any]] | None = None,
-        enable_p2p: bool = False,
-        options: CollectiveGroupOptions | None = None,
-        decoupled_mode: bool = False,
-        send_queue_size: int = 0,
-    ) -> AsyncRouteWork | None:
-        """Send this rank's rows of a batch to `group_name`. The rows are spread evenly over the ranks of this group,
-        and are redistributed evenly over the ranks of `group_name`, which call `recv_from`. All ranks of both groups
-        take part.
-
-        data: a tensor or array `[rows, ...]`, a list, or a dict of these; or any object that `split_fn(data, rows)`
-        cuts into parts with the given row counts. batch_size: rows of the whole batch; default: this rank's rows
-        times the number of ranks. tag, route_key: must be the same in `recv_from`; with a `mode` (and without
-        `decoupled_mode`) the tag there is "MODE_TAG". Parts go through `channel`, or with `enable_p2p` as messages
-        with `options`. With `async_op` return a handle at once.
-
-        decoupled_mode: any rank of the other group may take a part, and its answer returns to the rank that sent the
-        part. The worker has a dict `batch_router`. If `batch_router[tag]` is a list, this call sends answers to the
-        parts that `recv_from` received and empties the list. Otherwise it sends parts that are to be answered.
-        send_queue_size: the number of parts, instead of one per peer. Cannot be combined with `enable_p2p`.
-
-        ValueError for a batch that cannot be split, or not evenly; `NameNotFoundError` for a group that is not
-        launched within a minute; errors of `Channel.put` or `send`.
-        """
-        route = BatchRoute(
-            group_name=group_name,
-            channel=channel,
-            route_key=route_key,
-            tag=tag,
-            enable_p2p=enable_p2p,
-            options=options,
-            router=self._router(decoupled_mode),
-            queue_size=send_queue_size,
-        )
-        return send_batch(self, route, data, mode=mode, batch_size=batch_size, split_fn=split_fn, async_op=async_op)
-
-    def recv_from(
-        self,
-        group_name: str,
-        channel: Channel | None,
-        *,
-        route_key: Any = None,
-        tag: str | None = None,
-        async_op: bool = False,
-        batch_size: int | None = None,
-        merge_fn: Callable[[list[Any]], Any] | None = None,
-        infer_batch_size_fn: SizeOf | None = None,
-        enable_p2p: bool = False,
-        options: CollectiveGroupOptions | None = None,
-        decoupled_mode: bool = False,
-        recv_queue_size: int = 0,
-    ) -> Any:
-        """Return this rank's rows of a batch that the ranks of `group_name` send with `send_to`. `batch_size` is the
-        number of rows of the whole batch, as in `send_to`, and required here. With `async_op` return a handle.
-
-        `merge_fn(parts)` joins the parts; the default joins tensors and arrays along their first dimension, lists,
-        and dicts value by value. `infer_batch_size_fn(part)` returns the number of rows of a part, for the check.
-        decoupled_mode: see `send_to`. If `batch_router` has a list under the tag of the received parts, their routes
-        are appended to it. Otherwise the parts are answers, returned in the order in which this rank sent the parts
-        that they answer. recv_queue_size: the number of parts, instead of one per peer. ValueError for a part whose
-        row count differs from the plan; errors of `send_to`; errors of `Channel.get` or `recv`.
-        """
-        route = BatchRoute(
-            group_name=group_name,
-            channel=channel,
-            route_key=route_key,
-            tag=tag,
-            enable_p2p=enable_p2p,
-            options=options,
-            router=self._router(decoupled_mode),
-            queue_size=recv_queue_size,
-        )
-        return recv_batch(
-            self,
-            route,
-            batch_size=batch_size,
-            merge_fn=merge_fn,
-            infer_batch_size_fn=infer_batch_size_fn,
-            async_op=async_op,
-        )
-
-    def _router(self, decoupled: bool) -> Router | None:
-        """Return the worker's `batch_router` for a decoupled exchange (ValueError if it has none), otherwise None."""
-        if not decoupled:
-            return None
-        router: Router | None = getattr(self, "batch_router", None)
-        if router is None:
-            raise ValueError(
-                "decoupled_mode=True: the worker has no `batch_router`; set it to a dict, which may be empty"
-            )
-        return router
-
-    def _group_rank_paths(self) -> Iterator[tuple[int, ...]]:
-        """Yield the rank path of each worker of this worker's group, this one included."""
-        parent_path = self._worker_address.rank_path[:-1]
-        return ((*parent_path, rank) for rank in range(self._world_size))
 
     # --- channels -------------------------------------------------------------------------------------------------
 

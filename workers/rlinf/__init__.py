@@ -6,34 +6,58 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from workers.rlinf.channel import Channel as Channel
+from workers.rlinf import cluster, routing, worker
 from workers.rlinf.cluster import Cluster as Cluster
-from workers.rlinf.collective import CollectiveGroupOptions as CollectiveGroupOptions
-from workers.rlinf.hardware import AcceleratorType as AcceleratorType
-from workers.rlinf.manager import Tracer as Tracer
-from workers.rlinf.manager import WorkerInfo as WorkerInfo
 from workers.rlinf.placement import ComponentPlacement as ComponentPlacement
 from workers.rlinf.placement import FlexiblePlacementStrategy as FlexiblePlacementStrategy
 from workers.rlinf.placement import NodePlacementStrategy as NodePlacementStrategy
 from workers.rlinf.placement import PackedPlacementStrategy as PackedPlacementStrategy
 from workers.rlinf.placement import PlacementStrategy as PlacementStrategy
+from workers.rlinf.routing import Channel as Channel
+from workers.rlinf.routing import CollectiveGroupOptions as CollectiveGroupOptions
+from workers.rlinf.routing import CommMapper as CommMapper
+from workers.rlinf.routing import build_recv_plan as build_recv_plan
+from workers.rlinf.routing import build_route_channel_key as build_route_channel_key
+from workers.rlinf.routing import build_send_key as build_send_key
+from workers.rlinf.routing import build_send_plan as build_send_plan
+from workers.rlinf.routing import decoupled_build_recv_plan as decoupled_build_recv_plan
+from workers.rlinf.routing import get_batch_size as get_batch_size
+from workers.rlinf.routing import get_group_world_size as get_group_world_size
+from workers.rlinf.routing import infer_batch_size as infer_batch_size
+from workers.rlinf.routing import merge_batches as merge_batches
+from workers.rlinf.routing import split_batch as split_batch
+from workers.rlinf.routing import split_channel_message as split_channel_message
+from workers.rlinf.worker import AcceleratorType as AcceleratorType
+from workers.rlinf.worker import Tracer as Tracer
 from workers.rlinf.worker import Worker as Worker
 from workers.rlinf.worker import WorkerAddress as WorkerAddress
 from workers.rlinf.worker import WorkerGroupFuncResult as WorkerGroupFuncResult
-from workers.rlinf.worker.routing import CommMapper as CommMapper
-from workers.rlinf.worker.routing import build_recv_plan as build_recv_plan
-from workers.rlinf.worker.routing import build_route_channel_key as build_route_channel_key
-from workers.rlinf.worker.routing import build_send_key as build_send_key
-from workers.rlinf.worker.routing import build_send_plan as build_send_plan
-from workers.rlinf.worker.routing import decoupled_build_recv_plan as decoupled_build_recv_plan
-from workers.rlinf.worker.routing import get_batch_size as get_batch_size
-from workers.rlinf.worker.routing import get_group_world_size as get_group_world_size
-from workers.rlinf.worker.routing import infer_batch_size as infer_batch_size
-from workers.rlinf.worker.routing import merge_batches as merge_batches
-from workers.rlinf.worker.routing import split_batch as split_batch
-from workers.rlinf.worker.routing import split_channel_message as split_channel_message
+from workers.rlinf.worker import WorkerInfo as WorkerInfo
+
+_MODULES = {
+    "channel": routing,
+    "collective": routing,
+    "dynamic_scheduler": cluster,
+    "dynamic_scheduler.manager": cluster,
+    "dynamic_scheduler.scheduler_worker": cluster,
+    "dynamic_scheduler.utils": cluster,
+    "hardware": worker,
+    "manager": worker,
+    "manager.worker_manager": worker,
+    "worker.routing": routing,
+    "worker.worker": worker,
+    "worker.worker_group": worker,
+}
+"""Other submodules of `rlinf.scheduler` that RLinf's code imports, with the module that has their names."""
+
+for _path, _module in _MODULES.items():
+    _parent, _, _name = f"{__name__}.{_path}".rpartition(".")
+    sys.modules[f"{_parent}.{_name}"] = _module
+    setattr(sys.modules[_parent], _name, _module)
+    vars(_module)["__path__"] = []  # so that Python imports the submodules of these modules
 
 _ROBOTS = "descriptions of robots in `cluster.node_groups` are not supported"
 _DEVICES = "the accelerator is the one that torch names: use `Worker.torch_platform` and `Worker.torch_device_type`"

@@ -1,4 +1,8 @@
-"""`rlinf.scheduler.cluster`: a cluster that is created from RLinf's configuration."""
+"""`rlinf.scheduler.cluster`: a cluster that is created from RLinf's configuration.
+
+The names of `rlinf.scheduler.dynamic_scheduler` are here, so that RLinf's modules can be imported. Jobs
+with `cluster.auto_scheduler` are not supported.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from workers.channels.settings import NODES_VARIABLE
 from workers.groups.cluster import Cluster as PlainCluster
@@ -138,3 +142,23 @@ def parse_rank_config(
     if available_ranks is not None and not ranks <= set(available_ranks):
         raise ValueError(f"{text!r} names {kind}s {sorted(ranks - set(available_ranks))}, which do not exist")
     return sorted(ranks)
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    """Raise NotImplementedError."""
+    raise NotImplementedError(
+        "cluster.auto_scheduler is not supported by workers.rlinf: set it to False, or run on RLinf's own scheduler"
+    )
+
+
+class SchedulerWorker:
+    """A placeholder whose `create_group` raises NotImplementedError."""
+
+    create_group = staticmethod(refuse)
+
+
+RolloutScalingScheduler = refuse
+get_scheduler_channel = refuse
+get_scheduler_request_queue = refuse
+get_scheduler_response_queue = refuse
+get_valid_dp_sizes = refuse

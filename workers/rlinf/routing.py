@@ -1,11 +1,14 @@
-"""Plans for the redistribution of a batch from the ranks of one group to the ranks of another.
+"""`rlinf.scheduler.worker.routing`: batches from the ranks of one group to the ranks of another.
 
-A batch of B rows is spread evenly over the ranks of the sender's group, in rank order, and is redistributed evenly
-over the ranks of the receiver's group. Two ranks that have rows in common exchange one part, under a key that both
-compute.
+`rlinf.scheduler.channel` and `rlinf.scheduler.collective` have their names from here, too.
 
-A decoupled exchange has no fixed pairs. It consists of parts of equal size, and any rank of the receivers takes the
-next one. Each part carries a route, "RANK_INDEX_MODE_TAG", which addresses its answer.
+A batch of B rows is spread evenly over the ranks of the sender's group, in rank order, and is
+redistributed evenly over the ranks of the receiver's group. Two ranks that have rows in common
+exchange one part, under a key that both compute.
+
+A decoupled exchange has no fixed pairs. It consists of parts of equal size, and any rank of the
+receivers takes the next one. Each part carries a route, "RANK_INDEX_MODE_TAG", which addresses its
+answer.
 """
 
 from __future__ import annotations
@@ -18,6 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.channels import DEFAULT_KEY as DEFAULT_KEY
+from workers.channels import Channel as Channel
+from workers.directory import DirectoryClient
+from workers.directory.registry import WORLD_SIZE
+from workers.groups.worker import Worker as PlainWorker
+from workers.messages import AsyncWork as AsyncWork
+from workers.messages import CollectiveGroupOptions as CollectiveGroupOptions
+from workers.messages import all_of
+
 PREFIX = "scheduler_route"
 DEFAULT_TAG = "default"
 
@@ -25,6 +37,9 @@ RouteKey = tuple[str, str, str, str, str, int | None, int | None]
 """The prefix, the groups of sender and receiver, the tag, the route key, and the ranks of sender and receiver."""
 
 SizeOf = Callable[[Any], int]
+
+GROUP_WAIT_S = 60.0
+"""How long to wait for a group that is being launched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,3 +366,241 @@ def merge_batches(batches: Sequence[Any]) -> Any:
 
 def _kind(value: Any) -> str:
     return type(value).__name__
+
+
+# --- workers
+
+
+class AsyncRouteWork(AsyncWork[Any]):
+    """The handle of a batch whose parts are being sent or received.
+
+    works: one per part; finalize_fn: computes the result from the results of the parts, called once,
+    by the first reader of the result. Errors: the first of a part, in their order, once all have ended.
+    """
+
+    def __init__(self, works: Sequence[AsyncWork[Any]], finalize_fn: Callable[[list[Any]], Any]) -> None:
+        parts = list(works)
+        what = f"a batch of {len(parts)} parts"
+        all_parts = all_of(parts, what, None)
+        super().__init__(all_parts._future, what, lambda _: finalize_fn([part.wait() for part in parts]))
+
+
+def get_group_world_size(manager_proxy: DirectoryClient, group_name: str) -> int:
+    """Return the number of workers of a group. manager_proxy: a worker's `manager_proxy`. Wait up to
+    `GROUP_WAIT_S` for its launch, then `NameNotFoundError`."""
+    size = manager_proxy.lookup_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]
+    assert isinstance(size, int)
+    return size
+
+
+class RoutingWorker(PlainWorker):
+    """`workers.Worker` with RLinf's `send_to` and `recv_from`.
+
+    A worker of a decoupled exchange has a dict `batch_router`: by tag, the routes of received and not
+    yet answered parts.
+    """
+
+    batch_router: dict[str, list[str]]
+
+    def send_to(
+        self,
+        group_name: str,
+        channel: Channel | None,
+        data: Any,
+        *,
+        route_key: Any = None,
+        mode: str | None = None,
+        tag: str | None = None,
+        async_op: bool = False,
+        batch_size: int | None = None,
+        split_fn: Callable[[Any, list[int]], list[Any]] | None = None,
+        enable_p2p: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        decoupled_mode: bool = False,
+        send_queue_size: int = 0,
+    ) -> AsyncRouteWork | None:
+        """Send this rank's rows of a batch to `group_name`. The rows are spread evenly over the
+        ranks of this group, and are redistributed evenly over the ranks of `group_name`,
+        which call `recv_from`. All ranks of both groups take part.
+
+        data: a tensor or array `[rows, ...]`, a list, or a dict of these; or any object
+        that `split_fn(data, rows)` cuts into parts with the given row counts. batch_size:
+        rows of the whole batch; default: this rank's rows times the number of ranks. tag,
+        route_key: must be the same in `recv_from`; with a `mode` (and without
+        `decoupled_mode`) the tag there is "MODE_TAG". Parts go through `channel`, or with
+        `enable_p2p` as messages with `options`. With `async_op` return a handle at once.
+
+        decoupled_mode: any rank of the other group may take a part, and its answer returns
+        to the rank that sent the part. The worker has a dict `batch_router`. If
+        `batch_router[tag]` is a list, this call sends answers to the parts that `recv_from`
+        received and empties the list. Otherwise it sends parts that are to be answered.
+        send_queue_size: the number of parts, instead of one per peer. Cannot be combined
+        with `enable_p2p`.
+
+        ValueError for a batch that cannot be split, or not evenly; `NameNotFoundError` for
+        a group that is not launched within a minute; errors of `Channel.put` or `send`.
+        """
+        self._check_route(group_name, channel, enable_p2p, decoupled_mode)
+        if batch_size is None:
+            batch_size = infer_batch_size(data) * self._world_size
+        place: dict[str, Any] = {
+            "src_group_name": self.worker_address.root_group_name,
+            "dst_group_name": group_name,
+            "src_world_size": self._world_size,
+            "dst_world_size": get_group_world_size(self._directory, group_name),
+            "route_key": route_key,
+            "batch_size": batch_size,
+        }
+        if not decoupled_mode:
+            sent_tag = tag if mode is None else f"{mode}_{tag}"
+            plan = build_send_plan(src_rank=self._rank, tag=sent_tag, **place)
+        else:
+            # Without a list under the tag, this worker sends parts that are to be answered.
+            routes_to_answer = self.batch_router.get(str(tag))
+            plan = decoupled_build_send_plan(
+                src_rank=self._rank,
+                tag=tag,
+                mode=mode,
+                tag_batch_router=routes_to_answer,
+                send_queue_size=send_queue_size,
+                **place,
+            )
+            # Only after the plan, which raises if there are fewer routes than parts.
+            if routes_to_answer is not None:
+                self.batch_router[str(tag)] = []
+        sizes = [entry.batch_size for entry in plan.entries]
+        parts = (split_fn or split_batch)(data, sizes)
+        if len(parts) != len(sizes):
+            raise ValueError(
+                f"split_fn returned {len(parts)} parts for tag {tag!r}; expected {len(sizes)}, with {sizes} rows"
+            )
+        works = []
+        for entry, part in zip(plan.entries, parts, strict=True):
+            if enable_p2p:
+                assert entry.peer_rank is not None
+                work = self.send(part, group_name, entry.peer_rank, async_op=async_op, options=options)
+            else:
+                assert channel is not None
+                item = part
+                if decoupled_mode:  # the part carries its route, which addresses the answer
+                    item = {"batch_index": entry.batch_index, "batch": part}
+                work = channel.put(item, key=entry.key, async_op=async_op)
+            if work is not None:  # else the call has sent the part
+                works.append(work)
+        return AsyncRouteWork(works, lambda _: None) if async_op else None
+
+    def recv_from(
+        self,
+        group_name: str,
+        channel: Channel | None,
+        *,
+        route_key: Any = None,
+        tag: str | None = None,
+        async_op: bool = False,
+        batch_size: int | None = None,
+        merge_fn: Callable[[list[Any]], Any] | None = None,
+        infer_batch_size_fn: SizeOf | None = None,
+        enable_p2p: bool = False,
+        options: CollectiveGroupOptions | None = None,
+        decoupled_mode: bool = False,
+        recv_queue_size: int = 0,
+    ) -> Any:
+        """Return this rank's rows of a batch that the ranks of `group_name` send with `send_to`.
+        `batch_size` is the number of rows of the whole batch, as in `send_to`, and
+        required here. With `async_op` return a handle.
+
+        `merge_fn(parts)` joins the parts; the default joins tensors and arrays along their
+        first dimension, lists, and dicts value by value. `infer_batch_size_fn(part)`
+        returns the number of rows of a part, for the check. decoupled_mode: see `send_to`.
+        If `batch_router` has a list under the tag of the received parts, their routes are
+        appended to it. Otherwise the parts are answers, returned in the order in which this
+        rank sent the parts that they answer. recv_queue_size: the number of parts, instead
+        of one per peer. ValueError for a part whose row count differs from the plan; errors
+        of `send_to`; errors of `Channel.get` or `recv`.
+        """
+        self._check_route(group_name, channel, enable_p2p, decoupled_mode)
+        if batch_size is None:
+            raise ValueError(f"recv_from({group_name!r}) needs batch_size, the number of rows of the whole batch")
+        place: dict[str, Any] = {
+            "src_group_name": group_name,
+            "dst_group_name": self.worker_address.root_group_name,
+            "tag": tag,
+            "route_key": route_key,
+            "batch_size": batch_size,
+        }
+        peer_world_size = get_group_world_size(self._directory, group_name)
+        if not decoupled_mode:
+            plan = build_recv_plan(
+                dst_rank=self._rank,
+                src_world_size=peer_world_size,
+                dst_world_size=self._world_size,
+                **place,
+            )
+        else:
+            # A list of routes under the tag shows that this worker answers parts, so it takes those
+            # of any sender. `src` of the world sizes is this worker's group.
+            answers = str(tag) in self.batch_router
+            plan = decoupled_build_recv_plan(
+                recv_rank=None if answers else self._rank,
+                src_world_size=self._world_size,
+                dst_world_size=peer_world_size,
+                recv_queue_size=recv_queue_size,
+                **place,
+            )
+
+        def finish(parts: list[Any]) -> Any:
+            """Check the row counts of the received parts and join them."""
+            if decoupled_mode:  # parts carry their routes, and all have equal sizes
+                parts = self._unwrap_parts(parts)
+            for part, entry in zip(parts, plan.entries, strict=True):
+                rows = get_batch_size(part, infer_batch_size_fn)
+                if rows != entry.batch_size:
+                    raise ValueError(
+                        f"a part with tag {tag!r} from group {group_name!r} has {rows} rows; "
+                        f"batch_size={batch_size} requires {entry.batch_size}"
+                    )
+            return (merge_fn or merge_batches)(parts)
+
+        # All requests start at once, so that parts are received in any order.
+        works: list[AsyncWork[Any]] = []
+        for entry in plan.entries:
+            if enable_p2p:
+                assert entry.peer_rank is not None
+                works.append(self.recv(group_name, entry.peer_rank, async_op=True, options=options))
+            else:
+                assert channel is not None
+                works.append(channel.get(key=entry.key, async_op=True))
+        if async_op:
+            return AsyncRouteWork(works, finish)
+        return finish([work.wait() for work in works])
+
+    def _check_route(self, group_name: str, channel: Channel | None, enable_p2p: bool, decoupled: bool) -> None:
+        """ValueError if the arguments name no connection, or one that cannot be decoupled."""
+        if not enable_p2p and channel is None:
+            raise ValueError(f"no connection to group {group_name!r} was chosen: pass a channel, or enable_p2p=True")
+        if enable_p2p and decoupled:
+            raise ValueError(
+                "enable_p2p=True cannot be combined with decoupled_mode=True, whose parts have no "
+                "fixed receiver; pass a channel instead"
+            )
+        if decoupled and getattr(self, "batch_router", None) is None:
+            raise ValueError(
+                "decoupled_mode=True: the worker has no `batch_router`; set it to a dict, which may be empty"
+            )
+
+    def _unwrap_parts(self, items: list[Any]) -> list[Any]:
+        """Return the parts of a decoupled exchange without their routes.
+
+        If `batch_router` has a list under the tag of the parts, they need answers: append their
+        routes to the list. Otherwise they are answers: return them in the order of the parts that
+        they answer.
+        """
+        routes = [split_channel_message(item["batch_index"]) for item in items]
+        _, _, _, tag = routes[0]
+        routes_to_answer = self.batch_router.get(tag)
+        if routes_to_answer is not None:
+            routes_to_answer.extend(item["batch_index"] for item in items)
+            return [item["batch"] for item in items]
+        # By the index within the route.
+        order = sorted(range(len(items)), key=lambda number: routes[number][1])
+        return [items[number]["batch"] for number in order]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict, deque
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.groups.batch_routing import (
+from workers.directory.address import WorkerAddress
+from workers.directory.registry import WORLD_SIZE
+from workers.messages import AsyncWork
+from workers.rlinf.routing import (
     CommMapper,
     RoutePlan,
+    RoutingWorker,
     build_recv_plan,
     build_route_channel_key,
     build_send_key,
@@ -195,3 +203,129 @@ def test_what_cannot_be_cut_or_joined() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+# --- batches between the ranks of two groups, over a channel and messages that are queues of this process
+
+Queues = defaultdict[Any, deque[Any]]
+WORLD_SIZES = {"two": 2, "three": 3, "four": 4}
+
+
+def done(value: Any) -> AsyncWork[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return AsyncWork(future, "a part")
+
+
+class LocalChannel:
+    def __init__(self) -> None:
+        self._queues: Queues = defaultdict(deque)
+
+    def put(self, item: Any, weight: float = 0, key: Any = "", async_op: bool = False) -> Any:
+        self._queues[key].append(item)
+        return done(None) if async_op else None
+
+    def get(self, key: Any = "", async_op: bool = False) -> Any:
+        assert async_op, "recv_from starts all its requests before it waits"
+        return done(self._queues[key].popleft())
+
+
+class Rank(RoutingWorker):
+    def __init__(self, group: str, rank: int, messages: Queues) -> None:
+        self._rank, self._world_size = rank, WORLD_SIZES[group]
+        self._worker_address = WorkerAddress(group, rank)
+        self._directory: Any = SimpleNamespace(
+            lookup_group=lambda name, timeout_s: SimpleNamespace(facts={WORLD_SIZE: WORLD_SIZES[name]})
+        )
+        self._messages = messages
+        self.batch_router = {}
+
+    def send(self, item: Any, group: str, rank: Any, async_op: bool = False, *_: Any, **__: Any) -> Any:
+        own = self.worker_address.root_group_name
+        self._messages[own, self._rank, group, rank].append(item)
+        return done(None) if async_op else None
+
+    def recv(self, group: str, rank: Any, async_op: bool = False, *_: Any, **__: Any) -> Any:
+        own = self.worker_address.root_group_name
+        return done(self._messages[group, rank, own, self._rank].popleft())
+
+    def deliver(self, group: str, channel: Any, rows: torch.Tensor, **more: Any) -> Any:
+        return self.send_to(group, channel, rows, **{"tag": "x", "enable_p2p": channel is None, **more})
+
+    def collect(self, group: str, channel: Any, batch_size: int | None, **more: Any) -> Any:
+        how = {"tag": "x", "enable_p2p": channel is None, **more}
+        return self.recv_from(group, channel, batch_size=batch_size, **how)
+
+
+@pytest.fixture
+def ranks() -> dict[str, list[Rank]]:
+    messages: Queues = defaultdict(deque)
+    return {group: [Rank(group, rank, messages) for rank in range(size)] for group, size in WORLD_SIZES.items()}
+
+
+def shares(rows: int, parts: int) -> list[torch.Tensor]:
+    return list(torch.arange(rows).chunk(parts))
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("over_channel", [False, True])
+@pytest.mark.parametrize(("source", "target"), [("two", "three"), ("three", "two"), ("two", "four")])
+def test_each_rank_receives_its_rows_in_order(
+    ranks: dict[str, list[Rank]], source: str, target: str, over_channel: bool, async_op: bool
+) -> None:
+    channel = LocalChannel() if over_channel else None
+    for worker, mine in zip(ranks[source], shares(12, WORLD_SIZES[source]), strict=True):
+        work = worker.deliver(target, channel, mine, async_op=async_op)
+        assert (work is not None) is async_op
+        if work is not None:
+            assert work.done()
+            assert work.wait() is None
+    for worker, mine in zip(ranks[target], shares(12, WORLD_SIZES[target]), strict=True):
+        got = worker.collect(source, channel, 12, async_op=async_op)
+        if async_op:
+            assert got.done()
+            got = got.wait(1.0)
+        assert torch.equal(got, mine)
+
+
+def test_async_code_awaits_a_batch_once_and_gets_it_again(ranks: dict[str, list[Rank]]) -> None:
+    for worker, mine in zip(ranks["two"], shares(4, 2), strict=True):
+        worker.deliver("two", None, mine)
+    merged = []
+    work = ranks["two"][0].collect(
+        "two", None, 4, async_op=True, merge_fn=lambda parts: merged.append(parts) or parts[0]
+    )
+    assert torch.equal(asyncio.run(work.async_wait(1.0)), torch.arange(2))
+    assert len(merged) == 1
+    assert work.done()
+
+
+def test_answers_return_to_the_ranks_that_asked(ranks: dict[str, list[Rank]]) -> None:
+    """Whichever rank answers a part, the answer has the place of the part."""
+    out, back = LocalChannel(), LocalChannel()
+    for worker, mine in zip(ranks["two"], shares(16, 2), strict=True):
+        worker.deliver("four", out, mine, decoupled_mode=True, mode="train")
+    for worker in reversed(ranks["four"]):
+        worker.batch_router["x"] = []  # the tag of parts that it answers
+        rows = worker.collect("two", out, 16, decoupled_mode=True)
+        worker.deliver("two", back, 2 * rows, decoupled_mode=True)
+        assert worker.batch_router == {"x": []}
+    for worker, mine in zip(ranks["two"], shares(16, 2), strict=True):
+        assert torch.equal(worker.collect("four", back, 16, decoupled_mode=True), 2 * mine)
+
+
+def test_batches_that_cannot_be_sent_or_received_are_refused(ranks: dict[str, list[Rank]]) -> None:
+    worker, channel = ranks["two"][0], LocalChannel()
+    with pytest.raises(
+        ValueError, match="no connection to group 'three' was chosen: pass a channel, or enable_p2p=True"
+    ):
+        worker.deliver("three", None, torch.arange(3), enable_p2p=False)
+    with pytest.raises(ValueError, match="cannot be combined with decoupled_mode"):
+        worker.deliver("three", None, torch.arange(3), decoupled_mode=True)
+    with pytest.raises(ValueError, match="needs batch_size"):
+        worker.collect("three", channel, None)
+    with pytest.raises(ValueError, match="split_fn returned 1 parts for tag 'x'; expected 2"):
+        worker.deliver("four", channel, torch.arange(2), split_fn=lambda data, sizes: [data])
+    worker.deliver("two", None, torch.arange(3))
+    with pytest.raises(ValueError, match="has 3 rows; batch_size=4 requires 2"):
+        worker.collect("two", None, 4)

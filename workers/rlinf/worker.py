@@ -1,17 +1,92 @@
-"""`rlinf.scheduler.worker.worker`."""
+"""`rlinf.scheduler.worker`, and the types that it shares with `hardware` and `manager`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from dataplane.core import devices
 from workers.directory import DirectoryClient
 from workers.directory.address import WorkerAddress as WorkerAddress
-from workers.groups.worker import Worker as PlainWorker
+from workers.groups.calls import GroupCall
+from workers.groups.worker_group import WorkerGroup as WorkerGroup
 from workers.rlinf.cluster import load_user_extension_module
-from workers.rlinf.hardware import BY_DEVICE_TYPE, AcceleratorType
-from workers.rlinf.manager.worker_manager import WorkerInfo
+from workers.rlinf.routing import RoutingWorker
+
+WorkerGroupFuncResult = GroupCall
+
+
+class AcceleratorType(StrEnum):
+    """A worker has the type of torch's accelerator. AMD's GPUs count as `NV_GPU`, because torch calls them "cuda"."""
+
+    NV_GPU = "NV_GPU"
+    AMD_GPU = "AMD_GPU"
+    INTEL_GPU = "INTEL_GPU"
+    NPU = "NPU"
+    MUSA_GPU = "MUSA_GPU"
+    KUNLUN_XPU = "KUNLUN_XPU"
+    NO_ACCEL = "NO_ACCEL"
+
+
+BY_DEVICE_TYPE = {
+    "cuda": AcceleratorType.NV_GPU,
+    "xpu": AcceleratorType.INTEL_GPU,
+    "npu": AcceleratorType.NPU,
+    "musa": AcceleratorType.MUSA_GPU,
+}
+"""Types of accelerators by torch's device type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """A worker's rank, node and accelerators. accelerator_rank: -1 without an accelerator. node_port: MASTER_PORT of
+    its group. available_accelerators: those visible to it. hardware_infos: always empty, because descriptions of robots
+    are not supported."""
+
+    address: WorkerAddress
+    rank: int
+    group_world_size: int
+    cluster_node_rank: int
+    accelerator_type: AcceleratorType
+    accelerator_model: str
+    accelerator_rank: int
+    node_ip: str
+    node_port: int
+    available_accelerators: list[int]
+    hardware_infos: list[Any] = field(default_factory=list)
+
+
+class Tracer:
+    """A tracer whose calls have no effect, like RLinf's tracer in a job without tracing."""
+
+    @classmethod
+    def trace_begin(cls, name: str, cat: str = "default", args: dict[str, Any] | None = None) -> None:
+        """Do nothing."""
+
+    @classmethod
+    def trace_end(cls, name: str, cat: str = "default") -> None:
+        """Do nothing."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def trace_span(cls, name: str, cat: str = "default", args: dict[str, Any] | None = None) -> Iterator[None]:
+        """Return a context manager that has no effect."""
+        yield
+
+    @classmethod
+    def trace_func(cls, func_or_cat: Any = None, cat: str = "default") -> Any:
+        """Decorate a function without changing it, with or without arguments of the decorator."""
+        if callable(func_or_cat):
+            return func_or_cat
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            return function
+
+        return decorate
 
 
 class _AcceleratorTypeAttribute:
@@ -22,7 +97,7 @@ class _AcceleratorTypeAttribute:
         return BY_DEVICE_TYPE.get(devices.device_type() or "", AcceleratorType.NO_ACCEL)
 
 
-class Worker(PlainWorker):
+class Worker(RoutingWorker):
     """`workers.Worker` with additional members that RLinf's code uses. Each worker process imports the module that
     RLINF_EXT_MODULE names, and calls its `register()`."""
 
