@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dataplane.compat.discovery import register_rendezvous
 from dataplane.protocol.resolver import register_resolver
 from workers.channels.jobs import register_job
-from workers.service.resolver import SCHEME, resolve_actor
+from workers.service.service import SCHEME, resolve_actor
 
 if TYPE_CHECKING:
     from workers.channels import Channel as Channel
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from workers.placement.strategies import NodePlacementStrategy as NodePlacementStrategy
     from workers.placement.strategies import PackedPlacementStrategy as PackedPlacementStrategy
     from workers.service import LaunchedService as LaunchedService
-    from workers.service import RayNode as RayNode
     from workers.service import ServiceNode as ServiceNode
     from workers.service import ServiceStartError as ServiceStartError
     from workers.service import ServiceUnit as ServiceUnit
@@ -63,7 +62,6 @@ _HOME = {
     "PackedPlacementStrategy": "workers.placement.strategies",
     "PolicyWorker": "workers.training.mixin",
     "REPLICATED_AXES": "workers.placement.ranks",
-    "RayNode": "workers.service",
     "RayVirtualCluster": "workers.groups.virtual_cluster",
     "RayWorkerBuilder": "workers.groups.ray_worker_builder",
     "RayWorkerGroup": "workers.groups.ray_worker_group",

@@ -171,14 +171,17 @@ def again(service: LaunchedService, units: int) -> bool:
 def a_node_comes_back(nodes: Cluster, directory: str) -> dict[str, Any]:
     """With a state directory, with all that its unit held; until it is given up."""
     state = Path(directory, "state")
-    node = nodes.add_node(num_cpus=1, env_vars={VARIABLE: "fourth"}, labels={"pool": "storage"})
-    with launch_service(SMALL, name="lasting", nodes={"pool": "storage"}, state_dir=str(state)) as service:
+    node = nodes.add_node(num_cpus=1, env_vars={VARIABLE: "fourth"})
+    with launch_service(SMALL, name="lasting", state_dir=str(state)) as service:
+        for other in service.nodes():
+            if other.ident != node.node_id:
+                service.drain_node(other.ident)
         scene = Scene(nodes, service)
         names = [scene.units_of(node)]
         scene.client.put_samples(["a", "b"], PARTITION, {"x": [torch.full((1000,), 6.0) for _ in range(2)]})
         nodes.remove_node(node, allow_graceful=False)
         scene.wait(lambda: not service.units(), "the unit of the node that died is no unit any more")
-        node = nodes.add_node(num_cpus=1, env_vars={VARIABLE: "fourth"}, labels={"pool": "storage"})
+        node = nodes.add_node(num_cpus=1, env_vars={VARIABLE: "fourth"})
         names.append(scene.wait(lambda: scene.units_of(node), "a unit on the node that came back"))
         read = scene.read(["a", "b"])
         nodes.remove_node(node, allow_graceful=False)

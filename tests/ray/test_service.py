@@ -21,8 +21,8 @@ from tests.restarts import wait_until
 from tests.secure import tls
 from tests.web_client import ask
 from workers import LaunchedService, ServiceStartError, launch_service
-from workers.service.queries import unit_actors
-from workers.service.resolver import resolve_actor
+from workers.service.service import resolve_actor
+from workers.service.supervisor import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SMALL = {"capacity_bytes": 16 << 20}
@@ -128,21 +128,13 @@ def test_what_there_is_of_a_service(service: LaunchedService) -> None:
 
 def test_settings_are_keywords_too() -> None:
     with launch_service(
-        {"heartbeat_s": 1.0}, name="several", storage=3, capacity_bytes=8 << 20, reserve_fraction=0.5
+        {"heartbeat_s": 1.0}, name="several", units=3, capacity_bytes=8 << 20, reserve_fraction=0.5
     ) as several:
         assert len(several.units()) == 3
         with dataplane.build_data_plane_client(several.config, bootstrap=False) as client:
             units = client.stats().units
             assert sorted(unit.name for unit in units) == [unit.name for unit in several.units()]
             assert [(unit.capacity_bytes, unit.limit_bytes) for unit in units] == [(8 << 20, 4 << 20)] * 3
-
-
-def test_the_units_of_a_node_share_its_capacity() -> None:
-    with (
-        launch_service(name="shared", storage="driver_node", units=2, capacity_per_node=16 << 20) as shared,
-        dataplane.build_data_plane_client(shared.config, bootstrap=False) as client,
-    ):
-        assert [unit.capacity_bytes for unit in client.stats().units] == [8 << 20] * 2
 
 
 def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
@@ -164,11 +156,7 @@ def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
     ("arguments", "kind", "message"),
     [
         ({"capacity": 1 << 30}, TypeError, "launch_service.. has no setting capacity; settings are address, "),
-        ({"storage": "everywhere"}, TypeError, 'expected "per_node", "driver_node" or a number'),
-        ({"storage": 2, "units": 2}, ValueError, "storage=2 is the total number of units"),
-        ({"capacity_per_node": 1 << 20, "units": 2}, ValueError, "capacity_per_node=1048576: each unit needs at least"),
-        ({"capacity_per_node": 1 << 20, "capacity_bytes": 1 << 20}, ValueError, "set one of them"),
-        ({"nodes": "head"}, TypeError, "nodes='head': expected a list of node ids"),
+        ({"storage": "everywhere"}, ValueError, "storage='everywhere': expected \"per_node\" or"),
     ],
 )
 def test_what_cannot_be_launched(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -248,14 +236,6 @@ def test_a_service_whose_controller_died_is_not_found_and_another_has_its_name()
 def test_names_that_cannot_be(name: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"name={name!r}"):
         launch_service(SMALL, name=name)
-
-
-@pytest.mark.parametrize("nodes", [[], ["nowhere"], {"pool": "typo"}, lambda node: False])
-def test_nodes_that_there_are_not_are_named(nodes: Any) -> None:
-    with pytest.raises(ServiceStartError, match=f"matches none of node {ray.nodes()[0]['NodeID']}"):
-        launch_service(SMALL, name="nowhere", nodes=nodes)
-    with pytest.raises(ServiceUnavailableError):
-        resolve_actor("nowhere@tests")
 
 
 def test_a_token_of_the_callers(tmp_path: Path) -> None:

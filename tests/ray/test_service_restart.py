@@ -14,7 +14,7 @@ import dataplane
 from dataplane.errors import StateDirError
 from dataplane.storage.arena_record import discard
 from workers import LaunchedService, launch_service
-from workers.service.queries import unit_actors
+from workers.service.supervisor import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 LIMIT_S = 150.0

@@ -26,7 +26,6 @@ NAMES = [
     "PackedPlacementStrategy",
     "PolicyWorker",
     "REPLICATED_AXES",
-    "RayNode",
     "RayVirtualCluster",
     "RayWorkerBuilder",
     "RayWorkerGroup",

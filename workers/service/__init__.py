@@ -1,10 +1,9 @@
 """Run the service as Ray actors."""
 
 from workers.service.launch import launch_service as launch_service
-from workers.service.nodes import RayNode as RayNode
-from workers.service.plan import ServiceNode as ServiceNode
-from workers.service.plan import ServiceStartError as ServiceStartError
-from workers.service.plan import ServiceUnit as ServiceUnit
 from workers.service.service import LaunchedService as LaunchedService
+from workers.service.supervisor import ServiceNode as ServiceNode
+from workers.service.supervisor import ServiceStartError as ServiceStartError
+from workers.service.supervisor import ServiceUnit as ServiceUnit
 
-__all__ = ["LaunchedService", "RayNode", "ServiceNode", "ServiceStartError", "ServiceUnit", "launch_service"]
+__all__ = ["LaunchedService", "ServiceNode", "ServiceStartError", "ServiceUnit", "launch_service"]

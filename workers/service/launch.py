@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import ray
 from ray import ObjectRef
@@ -14,15 +14,19 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dataplane.config import MIB, DataPlaneConfig
+from dataplane.config import DataPlaneConfig
 from dataplane.core.durations import as_timeout
 from workers.service.actors import RETRY_S, ControllerActor
-from workers.service.nodes import Nodes, Storage, capacity_of_each, check_storage, node_selector
-from workers.service.plan import ServicePlan, ServiceStartError, supervisor_name
-from workers.service.queries import living_actor
-from workers.service.resolver import actor_address
-from workers.service.service import LaunchedService, ServiceConfig, end_service
-from workers.service.supervisor import SUPERVISOR_CALLS, SupervisorActor
+from workers.service.service import LaunchedService, ServiceConfig, actor_address, end_service
+from workers.service.supervisor import (
+    SUPERVISOR_CALLS,
+    ServicePlan,
+    ServiceStartError,
+    Storage,
+    SupervisorActor,
+    living_actor,
+    supervisor_name,
+)
 
 DEFAULT_NAME = "tq-controller"
 START_TIMEOUT_S = 180.0
@@ -36,8 +40,6 @@ def launch_service(
     *,
     name: str = DEFAULT_NAME,
     storage: Storage = "per_node",
-    capacity_per_node: int | None = None,
-    nodes: Nodes | None = None,
     detached: bool = False,
     timeout_s: float | None = START_TIMEOUT_S,
     **settings: Any,
@@ -48,12 +50,9 @@ def launch_service(
 
     config, settings: settings of `DataPlaneConfig`, e.g. `launch_service(capacity_bytes=4 << 30)`; `settings` override
     `config`. storage: "per_node" starts `units` storage units (1) on every node of the cluster, including nodes that
-    join later; "driver_node" on the driver's node only; a number is the total, distributed over the nodes, with
-    replacements for the units of nodes that leave. `capacity_bytes` is the capacity of each unit; alternatively,
-    capacity_per_node is that of all units of a node together. nodes: the nodes to use: ids; or a mapping of labels to
-    values and of resources to minimum amounts, all of which a node must match (`{"pool": "rollout", "GPU": 1}`); or a
-    function of a `RayNode`, which is sent to the supervisor. detached: the service keeps running after this driver's
-    end, until it is shut down (`LaunchedService.find`).
+    join later; "driver_node" on the driver's node only. `LaunchedService.add_node` adds others. `capacity_bytes` is the
+    capacity of each unit. detached: the service keeps running after this driver's end, until it is shut down
+    (`LaunchedService.find`).
 
     When Ray announces that a node will leave, it is drained: its rows move to other units. See `docs/ray.md`.
 
@@ -63,21 +62,18 @@ def launch_service(
     path on every node, actors that die are restarted on their nodes with their data.
 
     Blocks until all actors are ready, up to `timeout_s`. `ServiceStartError`, naming the actors that did not start in
-    time or the reason, such as `nodes` that match no node. ValueError if a controller of that name is running, or an
+    time or the reason. ValueError if a controller of that name is running, or an
     address is set. TypeError for unknown settings. The remaining actors of a service of that name whose controller has
     ended are ended first.
     """
     timeout_s = as_timeout("timeout_s", timeout_s)
     _check_name(name)
     merged = _merge_settings(config, settings)
-    check_storage(storage, merged.units)
-    capacity = capacity_of_each(storage, capacity_per_node, merged.capacity_bytes, merged.units)
-    if capacity is not None and capacity < MIB:
-        raise ValueError(f"capacity_per_node={capacity_per_node}: each unit needs at least {MIB} bytes (1 MiB)")
-    node_selector(nodes)  # raises for invalid `nodes`
+    if storage not in get_args(Storage):
+        raise ValueError(f'storage={storage!r}: expected "per_node" or "driver_node"')
     namespace, driver_node = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
     token = merged.secret() or secrets.token_urlsafe(32)
-    merged = replace(merged, token=token, token_file=None, capacity_bytes=capacity)
+    merged = replace(merged, token=token, token_file=None)
     # For clients and units: the same settings, with the controller's address.
     service_config = ServiceConfig(**{**vars(merged), "address": actor_address(name, namespace)})
     plan = ServicePlan(
@@ -85,7 +81,6 @@ def launch_service(
         namespace=namespace,
         config=service_config,
         storage=storage,
-        nodes=nodes,
         driver=driver_node,
         detached=detached,
     )

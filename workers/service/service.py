@@ -1,4 +1,5 @@
-"""The handle of a service of Ray actors, for the process that launched or found it."""
+"""The handle of a service of Ray actors, for the process that launched or found it, and addresses
+"actor:NAME[@NAMESPACE]", which name the actor of its controller."""
 
 from __future__ import annotations
 
@@ -15,13 +16,21 @@ import dataplane
 from dataplane.config import DataPlaneConfig
 from dataplane.core.durations import as_timeout
 from dataplane.errors import ServiceUnavailableError
-from workers.service.plan import STOP_TIMEOUT_S, ServiceNode, ServiceUnit, supervisor_name
-from workers.service.queries import living_actor, unit_actors
-from workers.service.resolver import ANSWER_TIMEOUT_S, actor_address
+from workers.service.supervisor import (
+    STOP_TIMEOUT_S,
+    ServiceNode,
+    ServiceUnit,
+    living_actor,
+    supervisor_name,
+    unit_actors,
+)
 
 if TYPE_CHECKING:
     from dataplane import DataPlaneClient
 
+SCHEME = "actor"
+ANSWER_TIMEOUT_S = 30.0
+"""On a busy machine, the controller can be paused for longer than ten seconds."""
 ANSWER_S = 180.0
 """Timeout of the supervisor in addition to a call's own wait: its first drain imports torch, on a busy machine."""
 
@@ -104,7 +113,7 @@ class LaunchedService:
         return found
 
     def add_node(self, node: str, *, timeout_s: float | None = 60.0) -> list[str]:
-        """Start the storage units of the node with this id, even if `storage` and `nodes` exclude it. Return the names
+        """Start the storage units of the node with this id, even if `storage` excludes it. Return the names
         of the units once they serve. ValueError for an unknown node, `ServiceStartError` if a unit does not start in
         time."""
         timeout_s = as_timeout("timeout_s", timeout_s)
@@ -174,3 +183,28 @@ def end_service(name: str, namespace: str, supervisor: ActorHandle | None, contr
         ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
     with suppress(Exception):
         ray.kill(controller)
+
+
+def actor_address(name: str, namespace: str) -> str:
+    """Return the address of the controller that runs as the Ray actor `name`."""
+    return f"{SCHEME}:{name}@{namespace}"
+
+
+def resolve_actor(name_and_namespace: str) -> str:
+    """Request the "host:port" of the controller actor "NAME[@NAMESPACE]". Blocks up to `ANSWER_TIMEOUT_S`.
+
+    `ServiceUnavailableError` if this process is not in a Ray cluster, or if the actor does not run or respond.
+    """
+    address = f"{SCHEME}:{name_and_namespace}"
+    name, _, namespace = name_and_namespace.partition("@")
+    if not ray.is_initialized():
+        raise ServiceUnavailableError(address=address, why="this process is in no Ray cluster; call ray.init() first")
+    try:
+        controller = ray.get_actor(name, namespace=namespace or None)
+        host_and_port: str = ray.get(controller.address.remote(), timeout=ANSWER_TIMEOUT_S)
+    except ValueError as error:
+        why = "no controller actor of that name is running; start it with workers.launch_service"
+        raise ServiceUnavailableError(address=address, why=why) from error
+    except RayError as error:
+        raise ServiceUnavailableError(address=address, why=f"its controller actor does not answer ({error})") from error
+    return host_and_port

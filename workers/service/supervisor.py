@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ray
@@ -16,25 +16,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import DataPlaneConfig
-from dataplane.errors import DataPlaneError
+from dataplane.errors import DataPlaneError, InvalidRequestError
+from dataplane.ledger import commands as c
 from workers.service.actors import RETRY_S, StorageUnitActor, was_restarted
-from workers.service.nodes import RayNode, next_unit, node_selector, units_to_start
-from workers.service.plan import (
-    STOP_TIMEOUT_S,
-    ServiceNode,
-    ServicePlan,
-    ServiceStartError,
-    ServiceUnit,
-    supervisor_name,
-    unit_actor_name,
-    units_namespace,
-)
-from workers.service.queries import forget_units, leaving_nodes, living_nodes, unit_actors
-from workers.service.units import NodeBackoff, Unit, start_error
 
 log = logging.getLogger(__name__)
 
+STOP_TIMEOUT_S = 30.0
+"""Timeout for an actor of a service to stop. It is long enough for busy machines, because an actor that is killed does
+not free its memory."""
 CHECK_INTERVAL_S = 2.0
 """Interval of polling Ray for nodes that join or leave (Ray sends no events), and of checking the service's actors."""
 LEAST_DRAIN_S = 5.0
@@ -43,14 +35,77 @@ DRAIN_RETRY_S = 10.0
 """Delay before a failed drain of a leaving node is retried."""
 NEVER = 1 << 62
 """Larger than every unit's number."""
-MAX_BACKOFF_S = 60.0
-"""Maximum backoff for a node on which storage units fail to start or end at once."""
-STEADY_S = 60.0
-"""After a storage unit ran for this long, its end resets the backoff of its node."""
-NODES_NAMED = 5
-"""Maximum number of nodes in an error message."""
 SUPERVISOR_CALLS = 100_000
 """Maximum number of concurrent calls. Every storage unit has one pending call to its supervisor."""
+Storage = Literal["per_node", "driver_node"]
+"""Where a service has storage units: on every node, or on the driver's node only."""
+State = Literal["starting", "serving", "draining"]
+
+
+class ServiceStartError(RuntimeError):
+    """An actor of the service did not start; the message names it. All actors of the service were ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceUnit:
+    """A storage unit of a service. name: also in `client.stats()`. node: Ray's id of its node. host: address of that
+    node. state: "starting", "serving" or "draining"."""
+
+    name: str
+    node: str
+    host: str
+    state: State
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceNode:
+    """A node of a service. units: names of its units. state: "serving"; "draining" while its rows move to other nodes;
+    "drained", without units until `add_node`."""
+
+    ident: str
+    host: str
+    state: Literal["serving", "draining", "drained"]
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServicePlan:
+    """The specification of a service. name, namespace: of its controller. config: includes address and
+    token. storage: see `launch_service`. driver: the id of the node with the controller. detached: the
+    service outlives its driver. drain_s: timeout of a drain without a deadline."""
+
+    name: str
+    namespace: str
+    config: DataPlaneConfig
+    storage: Storage
+    driver: str
+    detached: bool = False
+    drain_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayNode:
+    """A node of the Ray cluster. ident: id in hex. host: address."""
+
+    ident: str
+    host: str
+
+
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """A storage unit and its actor. started: done when the unit serves or failed to start. number: its
+    number at the controller, 0 until it serves; monitor_task: waits for its end."""
+
+    name: str
+    node: RayNode
+    actor: ActorHandle
+    started: asyncio.Future[None]
+    state: State = "starting"
+    number: int = 0
+    monitor_task: asyncio.Task[None] | None = None
+
+    def __str__(self) -> str:
+        return f"storage unit {self.name} on node {self.node.host}"
 
 
 class SupervisorActor:
@@ -61,8 +116,7 @@ class SupervisorActor:
 
     Nodes are referred to by id. `_alive`: the nodes of the Ray cluster at the last check; `_announced`: those that will
     leave, with their deadlines; `_announced_drains`: those of them that are being drained for that. `_drain_states`:
-    the nodes that are being drained or are drained, for any reason; `_added`: the nodes of `add_node`; `_backoffs`: of
-    nodes on which units failed.
+    the nodes that are being drained or are drained, for any reason; `_added`: the nodes of `add_node`.
 
     `_units`: by name, starting ones included. `_outdated`: numbers by name of a unit; the controller has to drop units
     of that name with lower numbers. `_tasks`: the background tasks. `_resumed`: whether `resume` was called.
@@ -70,17 +124,14 @@ class SupervisorActor:
 
     def __init__(self, plan: ServicePlan) -> None:
         self._plan = plan
-        self._is_selected = node_selector(plan.nodes)
         self._alive: dict[str, RayNode] = {}
         self._units: dict[str, Unit] = {}
         self._drain_states: dict[str, Literal["draining", "drained"]] = {}
         self._announced_drains: set[str] = set()
         self._announced: dict[str, float | None] = {}
         self._added: set[str] = set()
-        self._backoffs: dict[str, NodeBackoff] = {}
         self._outdated: dict[str, int] = {}
         self._reconcile_lock = asyncio.Lock()  # held by `_reconcile`
-        self._start_lock = asyncio.Lock()  # held by `_start_missing`
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False  # `stop` was called: no units are started any more
         self._resumed = False
@@ -95,9 +146,7 @@ class SupervisorActor:
         `ServiceStartError`, naming the units, if some fail to start or are not ready within `timeout_s`."""
         await self._reconcile()
         units = list(self._units.values())
-        if not units:
-            self._check_nodes()  # raises if no node is selected
-        else:
+        if units:
             await asyncio.wait([unit.started for unit in units], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         failed = [unit for unit in units if unit.started.done() and unit.started.exception() is not None]
         if failed:
@@ -109,18 +158,6 @@ class SupervisorActor:
                 "cause in Ray's logs of these units"
             )
         self._spawn(self._watch())
-
-    def _check_nodes(self) -> None:
-        """Raise `ServiceStartError` if no node is selected for storage units."""
-        plan = self._plan
-        nodes = sorted(self._alive.values(), key=lambda node: (node.host, node.ident))
-        if plan.storage == "driver_node":
-            nodes = [node for node in nodes if node.ident == plan.driver]
-        if not any(self._is_selected(node) for node in nodes):
-            raise ServiceStartError(
-                f"no storage unit can start: nodes={plan.nodes!r} with storage={plan.storage!r} matches none of "
-                f"{'; '.join(map(str, nodes[:NODES_NAMED])) or 'no node'}"
-            )
 
     async def resume(self) -> None:
         """After a restart of this actor's process: find the running units, and monitor them again."""
@@ -161,7 +198,7 @@ class SupervisorActor:
         ]
 
     async def add_node(self, ident: str, timeout_s: float) -> list[str]:
-        """Start this node's units, even if the plan does not select it. Return their names once they serve. ValueError
+        """Start this node's units, for any `storage` of the plan. Return their names once they serve. ValueError
         for an unknown node and one that is being drained or will leave; `ServiceStartError` for a unit that fails or is
         not ready within `timeout_s`."""
         await self._reconcile()  # updates `_alive`
@@ -172,7 +209,6 @@ class SupervisorActor:
         if ident in self._announced:
             raise ValueError(f"node {ident!r} gets no storage units: Ray has announced that it will leave the cluster")
         self._drain_states.pop(ident, None)
-        self._backoffs.pop(ident, None)
         self._added.add(ident)
         await self._store_node_choices()
         await self._reconcile()  # starts the units
@@ -202,7 +238,6 @@ class SupervisorActor:
         self._drain_states[ident] = "draining"
         end = time.monotonic() + timeout_s
         try:
-            await self._start_missing()  # the node is "draining" now, so its replacements start on other nodes
             others = [unit.started for unit in self._units.values() if unit.node.ident != ident]
             if others:
                 await asyncio.wait(others, timeout=timeout_s / 2)  # the other half is for the rows
@@ -323,42 +358,22 @@ class SupervisorActor:
             self._announced_drains.discard(ident)
 
     async def _start_missing(self) -> None:
-        """Start the missing units. The lock keeps two calls from starting the same unit."""
-        async with self._start_lock:
-            for node in self._nodes_to_start_on():
-                await self._start_on(node)
-
-    def _nodes_to_start_on(self) -> list[RayNode]:
-        """Return the nodes to start units on, each once per missing unit."""
-        plan, now = self._plan, time.monotonic()
-        usable_nodes = [
-            node
-            for node in sorted(  # the driver's node first
-                self._alive.values(), key=lambda node: (node.ident != plan.driver, node.host, node.ident)
-            )
-            if node.ident not in self._drain_states
-            and node.ident not in self._announced
-            and (node.ident in self._added or self._is_selected(node))
-        ]
-        running = {node.ident: len(self._units_on(node.ident)) for node in usable_nodes}
-        counts = units_to_start(
-            plan.storage,
-            [node.ident for node in usable_nodes],
-            running,
-            units_per_node=plan.config.units,
-            driver=plan.driver,
-            added=self._added,
+        """Start the missing units on the nodes of the plan, the driver's node first."""
+        plan = self._plan
+        nodes = sorted(
+            self._alive.values(),
+            key=lambda node: (node.ident != plan.driver, node.host, node.ident),
         )
-        return [
-            self._alive[ident]
-            for ident, count in counts.items()
-            if self._backoffs.get(ident, NodeBackoff()).until <= now
-            for _ in range(count)
-        ]
+        for node in nodes:
+            leaves = node.ident in self._drain_states or node.ident in self._announced
+            gets_units = plan.storage == "per_node" or node.ident == plan.driver or node.ident in self._added
+            if gets_units and not leaves:
+                for _ in range(plan.config.units - len(self._units_on(node.ident))):
+                    await self._start_on(node)
 
     async def _start_on(self, node: RayNode) -> None:
-        """Create the actor of the node's next unit and monitor it. If an actor of its name exists, back off: a later
-        `_start_missing` tries again."""
+        """Create the actor of the node's next unit and monitor it. If an actor of its name exists, the
+        next `_reconcile` tries again."""
         plan = self._plan
         name, number = next_unit(node.host, self._units)
         placement = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
@@ -376,7 +391,6 @@ class SupervisorActor:
             actor = await asyncio.to_thread(actor_class.remote, settings, plan.config.address, name, supervisor)
         except ValueError as error:
             log.warning("Storage unit %s not started: an actor of that name has not ended yet (%s)", name, error)
-            self._back_off(node.ident)
             return
         self._monitor(name, node, actor)
 
@@ -396,7 +410,7 @@ class SupervisorActor:
             self._remove_unit(unit)
             log.error("%s", start_error(unit))
             return
-        unit.state, unit.serving_since = "serving", time.monotonic()
+        unit.state = "serving"
         unit.started.set_result(None)
         log.info("%s serves", unit)
         # The controller keeps a lost unit with a state directory until the unit of its name serves under a new number.
@@ -445,20 +459,10 @@ class SupervisorActor:
         self._outdated[unit.name] = unit.number + 1
 
     def _remove_unit(self, unit: Unit) -> None:
-        """Remove a unit, kill its actor, and increase the backoff of its node."""
+        """Remove a unit and kill its actor."""
         del self._units[unit.name]
-        # After a steady run, earlier failures on this node do not count.
-        if unit.serving_since and time.monotonic() - unit.serving_since > STEADY_S:
-            self._backoffs.pop(unit.node.ident, None)
-        self._back_off(unit.node.ident)
         with suppress(Exception):
             ray.kill(unit.actor)
-
-    def _back_off(self, ident: str) -> None:
-        """Delay the next start of a unit on a node, by 0.5 s, 1 s, 2 s, ..., at most `MAX_BACKOFF_S`."""
-        backoff = self._backoffs.setdefault(ident, NodeBackoff())
-        backoff.failures += 1
-        backoff.until = time.monotonic() + min(2.0 ** (backoff.failures - 2), MAX_BACKOFF_S)
 
     async def _stop_unit(self, unit: Unit, *, for_good: bool = False) -> None:
         """Stop the unit, with a timeout, then kill its actor in any case. for_good: see `StorageUnit.stop`."""
@@ -497,3 +501,94 @@ def _call_resume() -> None:
             return
         except ActorUnavailableError:
             time.sleep(RETRY_S)
+
+
+def next_unit(host: str, taken: Collection[str]) -> tuple[str, int]:
+    """Return the name of the next unit on a host, and its number there: the first free name of
+    "unit-HOST-0", "unit-HOST-1", ...
+
+    So a node that rejoins with another id has units of the same names, which find their state.
+    """
+    number = 0
+    while f"unit-{host}-{number}" in taken:
+        number += 1
+    return f"unit-{host}-{number}", number
+
+
+def start_error(unit: Unit) -> ServiceStartError:
+    """Return the error for a unit whose `started` has failed."""
+    error = unit.started.exception()
+    cause = getattr(error, "cause", None) or error
+    return ServiceStartError(f"{unit} did not start: {type(cause).__name__}: {cause}")
+
+
+def supervisor_name(service: str) -> str:
+    return f"{service}.supervisor"
+
+
+def unit_actor_name(service: str, unit: str) -> str:
+    return f"{service}.{unit}"
+
+
+def units_namespace(service_namespace: str) -> str:
+    """Return the namespace of the actors of storage units. It differs from the service's namespace, because Ray warns
+    about detached actors in an anonymous namespace."""
+    return f"{service_namespace}.units"
+
+
+# --- requests to Ray and to the controller
+
+
+def living_nodes() -> list[RayNode]:
+    """Return the nodes of the Ray cluster that are alive."""
+    return [RayNode(ident=entry["NodeID"], host=entry["NodeManagerAddress"]) for entry in ray.nodes() if entry["Alive"]]
+
+
+def leaving_nodes() -> dict[str, float | None]:
+    """Return the ids of the nodes that will leave the cluster according to Ray (a spot instance's notice, an
+    autoscaler, `ray drain-node`), each with the time by which it leaves, in seconds since 1970 (None: unknown). Empty
+    if this private Ray function is missing."""
+    try:
+        deadlines = ray._private.state.state.get_draining_nodes()
+    except AttributeError:
+        return {}
+    return {ident: deadline_ms / 1000 if deadline_ms else None for ident, deadline_ms in deadlines.items()}
+
+
+def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], client_name: str) -> None:
+    """Make the controller drop every unit, with its rows, whose number is below that of its name in `outdated`.
+    Blocks; raises the errors of a client. client_name: of this request's client."""
+    channel = ControllerChannel.open(replace(config, client_name=client_name))
+    try:
+        _, report = channel.call(c.Stats())
+        assert isinstance(report, c.StatsReport)
+        for unit in report.units:
+            if unit.unit >= outdated.get(unit.name, 0):  # up to date, or its name is not in `outdated`
+                continue
+            with suppress(InvalidRequestError):  # another client dropped it first
+                channel.call(c.Forget(unit=unit.unit, force=True))
+                log.warning(
+                    "Storage unit %d (%s) dropped, with %d bytes of rows", unit.unit, unit.name, unit.live_bytes
+                )
+    finally:
+        channel.close()
+
+
+def living_actor(name: str, namespace: str) -> ActorHandle | None:
+    """Return the actor of that name if it is running or restarting, otherwise None."""
+    try:
+        actor: ActorHandle = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return actor
+
+
+def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
+    """Return the running or restarting storage unit actors of the service in `namespace`."""
+    actor_namespace, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
+    actors = []
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == actor_namespace and entry["name"].startswith(prefix):
+            with suppress(ValueError):  # the actor ended after the listing
+                actors.append(ray.get_actor(entry["name"], namespace=actor_namespace))
+    return actors

@@ -10,8 +10,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from dataplane.config import DataPlaneConfig
 from workers.service import service as service_module
-from workers.service.plan import ServiceStartError
 from workers.service.service import ANSWER_S, LaunchedService
+from workers.service.supervisor import ServiceStartError
 
 CONFIG = DataPlaneConfig(address="actor:tq@here", token="secret")
 

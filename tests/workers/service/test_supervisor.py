@@ -13,10 +13,14 @@ from ray.exceptions import RayActorError
 
 from dataplane.config import DataPlaneConfig
 from workers.service import supervisor as module
-from workers.service.nodes import RayNode
-from workers.service.plan import ServicePlan
-from workers.service.supervisor import SupervisorActor
-from workers.service.units import Unit
+from workers.service.supervisor import (
+    RayNode,
+    ServicePlan,
+    Storage,
+    SupervisorActor,
+    Unit,
+    next_unit,
+)
 
 HERE, THERE = RayNode(ident="here", host="10.0.0.1"), RayNode(ident="there", host="10.0.0.2")
 WAIT_S = 60.0
@@ -39,9 +43,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[RayNode]:
     return nodes
 
 
-def supervisor() -> SupervisorActor:
-    config = DataPlaneConfig(address="actor:s@n", token="t")
-    return SupervisorActor(ServicePlan(name="s", namespace="n", config=config, storage=2, nodes=None, driver="here"))
+def supervisor(storage: Storage = "per_node", units: int = 1) -> SupervisorActor:
+    config = DataPlaneConfig(address="actor:s@n", token="t", units=units)
+    plan = ServicePlan(name="s", namespace="n", config=config, storage=storage, driver="here")
+    return SupervisorActor(plan)
 
 
 def unit_on(made: SupervisorActor, node: RayNode, drain: Callable[..., Awaitable[None]], *, serves: bool) -> Unit:
@@ -175,3 +180,49 @@ def test_a_node_that_will_leave_gets_no_units(told: list[RayNode], monkeypatch: 
         assert not made._added
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("storage", "units", "running", "added", "expected"),
+    [
+        ("per_node", 1, [], [], ["here", "there"]),
+        ("per_node", 2, [HERE], [], ["here", "there", "there"]),
+        ("driver_node", 2, [], [], ["here", "here"]),
+        ("driver_node", 1, [HERE], [], []),
+        ("driver_node", 1, [HERE], ["there"], ["there"]),
+    ],
+)
+def test_what_is_missing(
+    told: list[RayNode],
+    monkeypatch: pytest.MonkeyPatch,
+    storage: Storage,
+    units: int,
+    running: list[RayNode],
+    added: list[str],
+    expected: list[str],
+) -> None:
+    started: list[str] = []
+
+    async def start_on(_: SupervisorActor, node: RayNode) -> None:
+        started.append(node.ident)
+
+    monkeypatch.setattr(SupervisorActor, "_start_on", start_on)
+
+    async def scene() -> None:
+        made = supervisor(storage, units)
+        made._added.update(added)
+        for node in running:
+            unit_on(made, node, nothing, serves=True)
+        await made._reconcile()
+
+    asyncio.run(scene())
+    assert started == expected
+
+
+def test_names_are_of_the_host_and_used_again() -> None:
+    names: list[str] = []
+    for _ in range(3):
+        names.append(next_unit("10.0.0.1", names)[0])
+    assert names == ["unit-10.0.0.1-0", "unit-10.0.0.1-1", "unit-10.0.0.1-2"]
+    assert next_unit("10.0.0.1", [names[0], names[2]]) == (names[1], 1)
+    assert next_unit("10.0.0.10", names) == ("unit-10.0.0.10-0", 0)
