@@ -8,6 +8,7 @@ import hashlib
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,17 @@ from workers.errors import DeviceLockTimeoutError
 from workers.transport.waiting import LoggedWait
 
 TIMEOUT_S = 1800.0
+RETRY_S = 0.1
+"""Delay before a lock that another worker holds is tried again."""
 
 
 class DeviceLock:
     """A lock of some accelerators. While a worker holds it, no other worker of the job can lock any of them.
 
     The lock belongs to the worker: its threads share it, until each of them has released it. A worker without
-    accelerators acquires it at once. The kernel releases it when the worker's process ends, however it ends. A wait
-    uses no CPU time. In async code it blocks the event loop, as any thread lock does. A context manager.
+    accelerators acquires it at once. The kernel releases it when the worker's process ends, however it ends. A
+    wait tries again every `RETRY_S`. In async code it blocks the event loop, as any thread lock does.
+    A context manager.
 
     Accelerators are locked in ascending order, so workers that share several of them cannot deadlock.
     """
@@ -78,40 +82,30 @@ class DeviceLock:
         self.release()
 
     def _lock_device(self, device: str, wait: LoggedWait) -> tuple[Path, HeldFile]:
-        """Lock the file of one accelerator and write the worker's name into it. Return its path and the open file.
-        Retry if the previous holder has removed the file meanwhile."""
-        name = f"tq-device-{self._job}-{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
+        """Lock the file of one accelerator and write the worker's name into it. Return its path and the
+        open file. `DeviceLockTimeoutError` if another worker still holds it when `wait` is over."""
+        device_hash = hashlib.sha256(device.encode()).hexdigest()[:16]
+        name = f"tq-device-{self._job}-{device_hash}.lock"
         while True:
             path, file = in_own_directory(self._folder, lambda folder: _open_lock_file(folder / name))
             try:
-                self._await_lock(file, path, device, wait)
+                fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_current(file, path):
                     os.ftruncate(file.fd, 0)
                     os.pwrite(file.fd, self._worker.encode(), 0)
                     return path, file
+                file.close()  # the previous holder has removed the file: lock the next one
+                continue
+            except BlockingIOError:
+                # For messages only: it may be outdated.
+                holder = os.pread(file.fd, 200, 0).decode(errors="replace") or "another worker"
+                file.close()
             except BaseException:
                 file.close()
                 raise
-            file.close()  # the previous holder has removed the file
-
-    def _await_lock(self, file: HeldFile, path: Path, device: str, wait: LoggedWait) -> None:
-        """Lock the file. `DeviceLockTimeoutError` if another process still holds it when `wait` is over."""
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return  # the file was unlocked
-        waiting = _WaitingThread(file)
-        try:
-            while not waiting.locked.wait(wait.step_s()):
-                holder = _holder_name(path)
-                timed_out = wait.over(f"{self._worker}: accelerator {device}, held by {holder}")
-                # The thread may have got the lock at the last moment; then this wait has succeeded.
-                if timed_out and not waiting.leave():
-                    raise DeviceLockTimeoutError(
-                        worker=self._worker, device=device, holder=holder, waited_s=wait.waited_s
-                    )
-        except BaseException:
-            waiting.leave()
-            raise
+            if wait.over(f"{self._worker}: accelerator {device}, held by {holder}"):
+                raise DeviceLockTimeoutError(worker=self._worker, device=device, holder=holder, waited_s=wait.waited_s)
+            time.sleep(wait.step_s(RETRY_S))
 
     def _release_all(self) -> None:
         """Unlock and remove the files of all accelerators."""
@@ -135,39 +129,3 @@ def _is_current(file: HeldFile, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fd), os.stat(path, follow_symlinks=False))
     return False
-
-
-def _holder_name(path: Path) -> str:
-    """Return the worker name in the file, or "another worker". For messages only: it may be outdated."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")[:200] or "another worker"
-    return "another worker"
-
-
-class _WaitingThread:
-    """A thread that blocks in `flock`, which has no timeout. It has its own descriptor of the same open file, so the
-    caller may close the other. `locked` is set when the thread has the lock, which then also holds for `file`."""
-
-    def __init__(self, file: HeldFile) -> None:
-        self.locked = threading.Event()
-        self._own_file = HeldFile(os.dup(file.fd))
-        self._guard = threading.Lock()
-        self._abandoned = False  # the caller has left
-        threading.Thread(target=self._run, name="tq-device-lock", daemon=True).start()
-
-    def leave(self) -> bool:
-        """Stop waiting. Return whether the thread has the lock already. Otherwise it releases the lock as soon as it
-        gets it."""
-        with self._guard:
-            self._abandoned = True
-            return self.locked.is_set()
-
-    def _run(self) -> None:
-        """Wait for the lock. Unlock at once if the caller has left meanwhile."""
-        fcntl.flock(self._own_file.fd, fcntl.LOCK_EX)
-        with self._guard:
-            if self._abandoned:
-                fcntl.flock(self._own_file.fd, fcntl.LOCK_UN)
-            else:
-                self.locked.set()
-        self._own_file.close()
