@@ -6,9 +6,9 @@ from __future__ import annotations
 import random
 
 
-def jittered(pause_s: float, least: float = 0.5, most: float = 1.0) -> float:
-    """Return the pause times a random factor in [least, most], so that many waiting clients do not retry at once."""
-    return pause_s * random.SystemRandom().uniform(least, most)
+def jittered(pause_s: float) -> float:
+    """Return the pause times a random factor in [0.5, 1], so that many waiting clients do not retry at once."""
+    return pause_s * random.SystemRandom().uniform(0.5, 1.0)
 
 
 class Backoff:

@@ -39,11 +39,3 @@ def ray_cluster() -> Iterator[None]:
         for process in processes:  # Ray waits for those that it kills for a second only
             process.wait(WAIT_S)
         shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture
-def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Ray logs of errors that nobody asked for."""
-    logged: list[str] = []
-    monkeypatch.setattr(worker, "_unhandled_error_handler", lambda error: logged.append(str(error)))
-    return logged

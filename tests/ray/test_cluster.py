@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from tests.logs import told
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
-from tests.restarts import WAIT_S, wait_until
+from tests.restarts import wait_until
 from workers import RayVirtualCluster, ResourcesNotReadyError
 from workers.groups import virtual_cluster as module
 
@@ -119,7 +116,6 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
         return wait(futures, timeout_s=min(timeout_s, 0.0625))
 
     monkeypatch.setattr(module, "wait_for_all", wait_a_moment)
-    monkeypatch.setattr(module, "jittered", lambda value, least, most: value)
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=time.sleep)  # only waits take time
     monkeypatch.setattr(module, "time", clock)
     before = standing()
@@ -149,57 +145,6 @@ def test_resources_that_come_later_are_waited_for(ray_cluster: None, monkeypatch
         with RayVirtualCluster([1], False, max_colocated_worker_groups=9) as second:
             assert len(second.get_placement_groups()) == 1
             assert first._placement_groups is None
-
-
-def test_clusters_that_each_hold_a_part_of_what_both_need_come_one_after_the_other(
-    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`cluster` leaves 10 of the CPUs."""
-    both_hold_one = threading.Barrier(2)
-    asked: Counter[int] = Counter()
-    ask = module.placement_group
-
-    def ask_for_the_second_when_both_hold_one(*arguments: Any, **options: Any) -> PlacementGroup:
-        asked[threading.get_ident()] += 1
-        if asked[threading.get_ident()] == 2:
-            both_hold_one.wait(WAIT_S)
-        group = ask(*arguments, **options)
-        if asked[threading.get_ident()] == 1:
-            assert group.wait(WAIT_S)
-        return group
-
-    monkeypatch.setattr(module, "placement_group", ask_for_the_second_when_both_hold_one)
-
-    def reserve() -> int:
-        with RayVirtualCluster([1, 1], False, max_colocated_worker_groups=4) as cluster:
-            cluster.ready_timeout_s = 4 * WAIT_S
-            return len(cluster.get_placement_groups())
-
-    with ThreadPoolExecutor() as threads:
-        assert [each.result() for each in [threads.submit(reserve), threads.submit(reserve)]] == [2, 2]
-
-
-def test_what_ray_is_about_to_create_is_not_removed_meanwhile(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed: list[tuple[str, str]] = []
-    remove = module.remove_placement_group
-
-    def remove_what_is_at_rest(group: PlacementGroup) -> None:
-        row = placement_group_table(group)
-        removed.append((row["state"], row["stats"]["scheduling_state"]))
-        remove(group)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "remove_placement_group", remove_what_is_at_rest)
-    monkeypatch.setattr(module, "wait_for_all", interrupted)
-    for cpus in [1] * 20 + [100]:
-        with pytest.raises(KeyboardInterrupt):
-            RayVirtualCluster([1], False, max_colocated_worker_groups=cpus).get_placement_groups()
-    assert len(removed) == 21
-    assert not set(removed) & {("PENDING", "QUEUED"), ("PREPARED", "QUEUED")}
 
 
 def test_a_strategy_ray_does_not_know_leaves_nothing(ray_cluster: None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ import ray
 from ray import ObjectRefGenerator
 
 from tests.ray.member import TwoArguments
-from tests.restarts import wait_until
 from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
 from workers.transport import waiting
 
@@ -395,26 +393,6 @@ def test_a_wait_with_a_bound_names_who_is_late(group: RayWorkerGroup, gates: Pat
         future.get_results(group, timeout_s=0.1)
     open_gates(gates, [2])
     assert future.get_results(group, timeout_s=60.0) == [None]
-
-
-@pytest.mark.parametrize("method", ["fail_with_two", "stream_and_fail_with_two"])
-def test_errors_of_the_workers_behind_the_first_are_not_logged_as_unhandled(
-    group: RayWorkerGroup, gates: Path, unhandled: list[str], method: str
-) -> None:
-    def logged_of(rank: int) -> list[str]:
-        return [text for text in unhandled if f"Member.{method}()" in text and f"code {rank}: as told" in text]
-
-    entered = [group.run_single_worker_single_data("wait_at", rank, str(gates)) for rank in (1, 2, 3)]
-    future = group.run_all_workers_sharded_data(method, replicate_on_axes=[DATA, TENSOR])
-    with pytest.raises(TwoArguments, match="code 0"):  # the others wait at their gates
-        group.get_all_worker_results(future)
-    open_gates(gates, [1, 2, 3])
-    ray.get(entered)
-    assert ray.get(group.run_all_workers_single_data("rank")) == [0, 1, 2, 3], "all have failed by now"
-    del future
-    gc.collect()
-    wait_until(lambda: forget_an_error(group, method) or logged_of(0), "an error that nobody asked for is logged")
-    assert [logged_of(rank) for rank in (1, 2, 3)] == [[], [], []]
 
 
 def forget_an_error(group: RayWorkerGroup, method: str) -> None:

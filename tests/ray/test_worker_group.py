@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 import threading
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from tests.ray.talkers import AsyncTalker, NeedsTwo, Talker
-from tests.restarts import wait_until
 from workers import Cluster, NodePlacementStrategy, Worker, WorkerGroup
 from workers.errors import CallWaitTimeoutError, GroupEndedError, NoSuchRankError, WorkerExitError
 
@@ -259,25 +257,6 @@ def test_an_exit_in_a_method_is_the_calls_error(group: WorkerGroup[Talker]) -> N
     with pytest.raises(WorkerExitError, match="SystemExit: 3"):
         group.fail("exit").wait()
     assert group.process().wait() == before
-
-
-def test_errors_of_the_workers_behind_the_first_are_not_logged_as_unhandled(
-    group: WorkerGroup[Talker], gates: Path, unhandled: list[str]
-) -> None:
-    def logged_of(rank: int) -> list[str]:
-        return [text for text in unhandled if "Talker.fail()" in text and f"code {rank}: as told" in text]
-
-    waiting = group.execute_on(1, 2).wait_at(str(gates))
-    call = group.fail("odd")
-    with pytest.raises(NeedsTwo, match="code 0"):  # the others wait at their gates
-        call.wait()
-    open_gates(gates, 1, 2)
-    waiting.wait()
-    assert group.rank().wait(), "all have failed by now"
-    del call
-    gc.collect()
-    wait_until(lambda: forget_an_error(group) or logged_of(0), "an error that nobody asked for is logged")
-    assert [logged_of(rank) for rank in (1, 2)] == [[], []]
 
 
 def forget_an_error(group: WorkerGroup[Talker]) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import AsyncGeneratorType, FrameType, GeneratorType, TracebackType
@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorClass
 
 from dataplane.core.devices import VISIBLE_DEVICES
-from workers.groups.remote_errors import methods_of, portable
+from workers.groups.remote_errors import METHODS, methods_of, portable
 
 SERVING_FILE = __file__
 """The file whose functions wrap the methods of a worker."""
@@ -40,11 +40,6 @@ def add_duration(name: str, seconds: float) -> None:
     durations = _current.get()
     if durations is not None:
         durations[name] = durations.get(name, 0.0) + seconds
-
-
-def is_serving() -> bool:
-    """Return whether this code runs within a call from another process."""
-    return _current.get() is not None
 
 
 def serving_class(cls: type, *, catch_failures: bool) -> type:
@@ -66,12 +61,31 @@ def serving_class(cls: type, *, catch_failures: bool) -> type:
         "_tq_durations": _take_durations,
     }
     for name in methods_of(cls):
-        method = inspect.getattr_static(cls, name)
-        if isinstance(method, staticmethod | classmethod):
-            namespace[name] = type(method)(_serving_wrapper(name, method.__func__, catch_failures))
-        else:
-            namespace[name] = _serving_wrapper(name, method, catch_failures)
+        namespace[name] = served(cls, name, catch=catch_failures, lists=True)
     return type(cls.__name__, (cls,), namespace)
+
+
+def raise_portably(cls: type) -> None:
+    """Wrap the constructor and the public methods of `cls` so that their exceptions are `portable`. Modifies the
+    class. A no-op on a second call."""
+    if "_tq_portable" in vars(cls):
+        return
+    cls._tq_portable = True  # type: ignore[attr-defined]
+    for name in [*methods_of(cls), "__init__"]:
+        if isinstance(inspect.getattr_static(cls, name), METHODS):  # else the `__init__` of `object` or of a C type
+            setattr(cls, name, served(cls, name))
+
+
+def served(cls: type, name: str, *, catch: bool = False, lists: bool = False) -> Any:
+    """Return the method `name` of `cls` wrapped for calls from other processes, see `Serving`.
+
+    The wrapper is of the same kind: a function, a generator, a coroutine function or an asynchronous generator, static
+    or a class method. lists: a generator becomes a function that returns the list of its items instead.
+    """
+    found = inspect.getattr_static(cls, name)
+    if isinstance(found, staticmethod | classmethod):
+        return type(found)(_serving_wrapper(name, found.__func__, catch, lists))
+    return _serving_wrapper(name, found, catch, lists)
 
 
 def _make_new(base: Any) -> Callable[..., Any]:
@@ -159,29 +173,42 @@ def _take_durations(self: Any, task: str) -> Durations:
     return durations
 
 
-def _serving_wrapper(name: str, method: Callable[..., Any], catch: bool) -> Callable[..., Any]:
-    """Return `method` wrapped for calls from other processes. Calls from within the worker only call `method`.
-    catch: see `Serving`."""
+def _serving_wrapper(name: str, method: Callable[..., Any], catch: bool, lists: bool) -> Callable[..., Any]:
+    """Return the wrapper of a function for `served`."""
 
     @functools.wraps(method)
     def serve(*args: Any, **kwargs: Any) -> Any:
-        if is_serving():
-            return method(*args, **kwargs)
+        with Serving(name, args, catch) as outermost:
+            result = method(*args, **kwargs)
+            return _sendable_result(name, result) if lists and outermost else result
+
+    @functools.wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with Serving(name, args, catch):
-            return _sendable_result(name, method(*args, **kwargs))
+            return (yield from method(*args, **kwargs))
 
     @functools.wraps(method)
     async def serve_async(*args: Any, **kwargs: Any) -> Any:
-        if is_serving():
-            return await method(*args, **kwargs)
         with Serving(name, args, catch):
             return await method(*args, **kwargs)
 
-    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+    @functools.wraps(method)
+    async def generate_async(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        with Serving(name, args, catch):
+            async for item in method(*args, **kwargs):
+                yield item
+
+    if inspect.iscoroutinefunction(method):
+        return serve_async
+    generates = inspect.isgeneratorfunction(method)
+    if not generates and not inspect.isasyncgenfunction(method):
+        return serve
+    if lists:
         # Otherwise Ray would find the generator through `__wrapped__`, and stream its items.
         serve.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         del serve.__wrapped__
-    return serve_async if inspect.iscoroutinefunction(method) else serve
+        return serve
+    return generate if generates else generate_async
 
 
 def _sendable_result(name: str, result: Any) -> Any:
@@ -192,8 +219,9 @@ def _sendable_result(name: str, result: Any) -> Any:
 
 
 class Serving:
-    """The context of one call from another process: it measures the call, and makes its exception portable. A class,
-    because a `contextlib` generator would slow down every call.
+    """The context of one call from another process: it measures the call, and makes its exception portable. It has no
+    effect within another one, which is a call of the worker's own code. A class, because a `contextlib` generator
+    would slow down every call.
 
     name: of the method, for durations and messages. args: arguments of the call. The first one is the worker, unless
     the method is static. catch: whether SystemExit becomes an error of the call.
@@ -209,18 +237,25 @@ class Serving:
         self._catch = catch
         self._durations: Durations = {}
 
-    def __enter__(self) -> None:
-        self._token = _current.set(self._durations)
-        self._begun = time.perf_counter()
+    def __enter__(self) -> bool:
+        """Return whether this is the outermost context."""
+        self._outermost = _current.get() is None
+        if self._outermost:
+            _current.set(self._durations)
+            self._begun = time.perf_counter()
+        return self._outermost
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Store the durations. Log an Exception of the method (with `catch` also SystemExit), and raise a portable one
         instead if it is not portable itself. Other BaseExceptions pass unchanged."""
+        if not self._outermost:
+            return
         # `setdefault`: the method may have a `worker_timer` with its own name.
         self._durations.setdefault(self._name, time.perf_counter() - self._begun)
-        _current.reset(self._token)
+        # No reset by a token: an asynchronous generator may end in another context than it began.
+        _current.set(None)
         if self._stored is not None:
             self._stored.keep(ray.get_runtime_context().get_task_id(), self._durations)
         if isinstance(error, Exception) or (self._catch and isinstance(error, SystemExit)):

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +26,11 @@ Reference: TypeAlias = ObjectRef | ObjectRefGenerator
 
 @dataclass(frozen=True)
 class Called:
-    """The call on one worker. name: the worker's; actor: None if it is not needed later; wanted: whether to keep the
-    result."""
+    """The call on one worker. name: the worker's; actor: None if it is not needed later."""
 
     name: str
     reference: Reference
     actor: Any = None
-    wanted: bool = True
 
 
 class GroupFuture:
@@ -52,43 +47,35 @@ class GroupFuture:
         self._calls = calls
 
     def collect(self, timeout: float | None = None) -> list[Any]:
-        """Return the results in the order of the calls: for a generator the list of its items, None for an unwanted
-        result.
+        """Return the results in the order of the calls: for a generator the list of its items.
 
-        All calls are awaited at the same time, generators included. The first exception, of an unwanted result too,
-        is raised at once with a note that names the worker. The other calls continue, and their exceptions are
-        dropped. An exception of a signal handler is raised within `STEP_S`. A log line every `waiting.LOG_EVERY_S`
+        All calls are awaited at the same time. The items of a generator are read at its end. The first exception
+        is raised at once with a note that names the worker. The other calls continue, and Ray may log their
+        exceptions. An exception of a signal handler is raised within `STEP_S`. A log line every `waiting.LOG_EVERY_S`
         names the pending workers. `CallWaitTimeoutError`, which names them too, once `timeout` seconds have passed
         and no further result is ready.
         """
         wait = LoggedWait(as_timeout("timeout", timeout), self._log_level)
         results: list[Any] = [None] * len(self._calls)
-        items: dict[int, list[Any]] = {}  # the items of each generator so far, by the index of its call
-        index_of = {call.reference: index for index, call in enumerate(self._calls)}
-        waiting: list[Reference] = list(index_of)
+        index_of: dict[ObjectRef, int] = {}  # by the reference that is ready at the end of the call
+        for index, call in enumerate(self._calls):
+            is_generator = isinstance(call.reference, ObjectRefGenerator)
+            index_of[call.reference.completed() if is_generator else call.reference] = index
+        waiting = list(index_of)
         while waiting:
             ready, waiting = _wait_for_some(waiting, wait.step_s(STEP_S))
             if not ready:
                 pending = self._describe(self._calls[index_of[reference]] for reference in waiting)
                 if wait.over(pending):  # which also logs `pending` when a line is due
                     raise self._late_error(pending, wait.timeout_s)
-            for number, reference in enumerate(ready, 1):  # ready[number:] are the references after this one
+            for reference in ready:
                 index = index_of[reference]
                 call = self._calls[index]
                 try:
-                    if not isinstance(reference, ObjectRefGenerator):
-                        value = ray.get(reference)
-                    elif _move_next_item(reference, items.setdefault(index, []), call.wanted):
-                        waiting.append(reference)  # the generator has not ended: wait for its next item
-                        continue
-                    else:
-                        value = items[index]
+                    results[index] = _read(call.reference)
                 except Exception as error:
-                    _ignore_errors([*ready[number:], *waiting])
                     raised = self._worker_error(call, error)
                     raise raised from raised.__cause__  # keeps its cause, and hides the context
-                if call.wanted:
-                    results[index] = value
         return results
 
     def _describe(self, calls: Iterable[Called]) -> str:
@@ -138,47 +125,12 @@ def with_note(error: BaseException, note: str) -> BaseException:
     return remote
 
 
-def _move_next_item(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
-    """Move the next item of `stream`, which is ready, to `items`. Return False at the end of the stream.
-
-    If the items are unwanted, `items` has only the reference of the latest one. At the end of the stream it is
-    fetched, because the last item of a generator that raised is its exception.
-    """
-    item = next(stream, None)
-    if item is None:
-        if not wanted:
-            ray.get(items)  # raises the exception of the generator, if any
-        return False
-    if wanted:
-        items.append(ray.get(item))
-    else:
-        items[:] = [item]
-    return True
-
-
-def _ignore_errors(references: Sequence[Reference]) -> None:
-    """Keep Ray from logging the exceptions of `references`, which no caller awaits, as unhandled."""
-    for reference in references:
-        if isinstance(reference, ObjectRef):
-            reference._on_completed(_ignore)
-        else:
-            reference.completed()._on_completed(functools.partial(_drop_items, reference))
-
-
-def _ignore(_: object) -> None:
-    """Drop a result."""
-
-
-def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
-    """Drop the items of a generator that has ended. The last one holds its exception. A new thread reads them,
-    because a read blocks until Ray's threads make progress and this callback runs in one of them."""
-
-    def read() -> None:
-        with contextlib.suppress(RayError):
-            for item in stream:
-                item._on_completed(_ignore)
-
-    threading.Thread(target=read, name="tq-dropped-items", daemon=True).start()
+def _read(reference: Reference) -> Any:
+    """Return the result of a call that has ended, or raise its error: for a generator the list of its items, of which
+    the last one has the error."""
+    if isinstance(reference, ObjectRefGenerator):
+        return [ray.get(item) for item in reference]
+    return ray.get(reference)
 
 
 def wait_for_all(futures: Sequence[ObjectRef], *, timeout_s: float) -> list[ObjectRef]:
@@ -240,11 +192,10 @@ class MultiWorkerFuture:
             )
         # In the following, an index is one in `futures`.
         returned = self._indices_to_return(called, worker_group.worker_to_tied_group_index)
-        wanted = set(returned)
         # The futures of generators.
         streams = {index for index, future in enumerate(self.futures) if isinstance(future, ObjectRefGenerator)}
         calls = {
-            index: Called(_worker_name(worker_group, called[index]), future, wanted=index in wanted)
+            index: Called(_worker_name(worker_group, called[index]), future)
             for index, future in enumerate(self.futures)
             if not (return_generators_as_proxies and index in streams)
         }

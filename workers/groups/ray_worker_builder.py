@@ -18,7 +18,7 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from workers.groups.remote_errors import raise_portably
+from workers.groups.actor_class import raise_portably
 from workers.groups.started_group import results_of
 from workers.placement.bundles import RANK_VARIABLES, TiedBundles
 from workers.placement.environment import Layer, layered

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import inspect
 import pickle
-from collections.abc import AsyncIterator, Callable, Generator
-from contextvars import ContextVar
-from types import FunctionType, TracebackType
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from ray import cloudpickle
@@ -16,8 +14,6 @@ from ray import cloudpickle
 from workers.errors import WorkerCallError, WorkerExitError
 
 METHODS = (staticmethod, classmethod, FunctionType)
-_in_call: ContextVar[bool] = ContextVar("tq_within_a_call", default=False)
-"""Whether this code runs within a `_PortableErrors` context."""
 
 
 def methods_of(cls: type) -> frozenset[str]:
@@ -25,71 +21,6 @@ def methods_of(cls: type) -> frozenset[str]:
     return frozenset(
         name for name in dir(cls) if not name.startswith("_") and isinstance(inspect.getattr_static(cls, name), METHODS)
     )
-
-
-def raise_portably(cls: type) -> None:
-    """Wrap the constructor and the public methods of `cls` so that their exceptions are `portable`. Modifies the
-    class. A no-op on a second call."""
-    if "_tq_portable" in vars(cls):
-        return
-    cls._tq_portable = True  # type: ignore[attr-defined]
-    for name in [*methods_of(cls), "__init__"]:
-        method = inspect.getattr_static(cls, name)
-        if isinstance(method, staticmethod | classmethod):
-            setattr(cls, name, type(method)(_with_portable_errors(method.__func__)))
-        elif isinstance(method, FunctionType):  # else the `__init__` of `object` or of a C type
-            setattr(cls, name, _with_portable_errors(method))
-
-
-def _with_portable_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that runs `method` within the context `_PortableErrors`. It is of the same kind: a function, a
-    generator, a coroutine function or an asynchronous generator."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _PortableErrors():
-            return method(*args, **kwargs)
-
-    @functools.wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with _PortableErrors():
-            return (yield from method(*args, **kwargs))
-
-    @functools.wraps(method)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        with _PortableErrors():
-            return await method(*args, **kwargs)
-
-    @functools.wraps(method)
-    async def generate_async(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        with _PortableErrors():
-            async for item in method(*args, **kwargs):
-                yield item
-
-    if inspect.isgeneratorfunction(method):
-        return generate
-    if inspect.isasyncgenfunction(method):
-        return generate_async
-    return call_async if inspect.iscoroutinefunction(method) else call
-
-
-class _PortableErrors:
-    """A context that makes the exceptions that leave it portable. Within another such context they stay unchanged."""
-
-    def __enter__(self) -> None:
-        self._outermost = not _in_call.get()
-        _in_call.set(True)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._outermost:
-            return
-        _in_call.set(False)
-        if isinstance(error, Exception):
-            portable_error = portable(error)
-            if portable_error is not error:
-                raise portable_error from error
 
 
 def portable(error: BaseException) -> BaseException:

@@ -18,7 +18,6 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dataplane.core.backoff import jittered
 from dataplane.core.durations import seconds
 from workers.groups.futures import wait_for_all
 from workers.groups.started_group import kill
@@ -29,11 +28,7 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 120.0
 FIRST_WAIT_S = 2.0
 LONGEST_WAIT_S = 30.0
-"""Wait for all bundles before some are released for a moment: at first and, doubled each time, at most."""
-GIVE_WAY_S = 2.0
-"""Longer than 1 s, after which Ray at the latest retries to create a placement group that found no space."""
-ATTEMPTS_S = 5.0
-"""How long the removal of all placement groups may wait for Ray's attempts to create them, in total."""
+"""Wait for all bundles before a line in the log: at first and, doubled each time, at most."""
 RELEASE_TIMEOUT_S = 5.0
 _RESOURCES_SHOWN_NODES = 8
 Bundle = tuple[int, int]
@@ -159,27 +154,20 @@ class RayVirtualCluster:
                 raise
 
     def _reserve(self, strategy: str) -> None:
-        """Request the bundles and wait until Ray has created them all.
-
-        Two clusters that each hold a part of the bundles that both need would deadlock. Therefore the created
-        placement groups are released for a moment from time to time, while the requests for the others remain (see
-        `_await_creation_attempt`).
-        """
+        """Request the bundles and wait until Ray has created them all."""
         end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
-        # One list under two names: `_yield_resources` replaces entries of `groups`, too.
         self._placement_groups = groups = []
         targets = [None] if self._unified else self._choose_target_nodes()
         for number, target in enumerate(targets):
             groups.append(self._request_placement_group(number, target, strategy))
+        creations = [group.ready() for group in groups]  # a future for each group
         while True:
-            creations = [group.ready() for group in groups]  # a future for each group
-            # Jitter, so that two clusters do not release their parts at the same time again and again.
-            timeout_s = min(jittered(wait_s, least=0.5, most=1.5), end - time.monotonic())
-            created = wait_for_all(creations, timeout_s=timeout_s)
-            if len(created) == len(creations):
+            timeout_s = min(wait_s, end - time.monotonic())
+            if len(wait_for_all(creations, timeout_s=timeout_s)) == len(creations):
                 return
-            request_text, left_s = self._describe_request(), end - time.monotonic()
+            request_text = self._describe_request()
+            left_s = end - time.monotonic()
             if left_s <= 0:
                 self._remove_placement_groups()
                 raise ResourcesNotReadyError(
@@ -187,22 +175,7 @@ class RayVirtualCluster:
                     "fewer"
                 )
             logger.warning("Bundles not reserved yet, waiting for another %.0f s at most: %s", left_s, request_text)
-            self._yield_resources([number for number, future in enumerate(creations) if future in created], strategy)
             wait_s = min(wait_s * 2, LONGEST_WAIT_S)
-
-    def _yield_resources(self, numbers: list[int], strategy: str) -> None:
-        """Release the placement groups with these indices, so that other clusters can reserve their resources. Request
-        them again after about `GIVE_WAY_S`."""
-        if not numbers:
-            return
-        assert self._placement_groups is not None
-        for number in numbers:
-            remove_placement_group(self._placement_groups[number])
-        time.sleep(jittered(GIVE_WAY_S, least=0.5, most=1.5))
-        # A unified placement group is never released here: the wait ends as soon as it is created.
-        targets = self._choose_target_nodes()
-        for number in numbers:
-            self._placement_groups[number] = self._request_placement_group(number, targets[number], strategy)
 
     def _bundle_resources(self) -> dict[str, float]:
         """Return the resources of one bundle."""
@@ -404,12 +377,10 @@ class RayVirtualCluster:
         """Remove the placement groups. Return whether no step failed; True also if Ray has shut down, which removed
         them."""
         groups, self._placement_groups = self._placement_groups or [], None
-        end = time.monotonic() + ATTEMPTS_S
         succeeded = True
         for group in groups:
             try:
                 if ray.is_initialized():
-                    _await_creation_attempt(group, end)
                     remove_placement_group(group)
             except Exception as error:
                 logger.warning("Cannot remove placement group %s: %s", group.id.hex(), error)
@@ -423,29 +394,6 @@ class RayVirtualCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _await_creation_attempt(group: PlacementGroup, end: float) -> None:
-    """Wait until Ray has created this placement group or an attempt to create it has failed, until `end` at the
-    latest.
-
-    Ray (2.60) may leak a placement group's resources if the group is removed while Ray creates it
-    (https://github.com/ray-project/ray/issues/64693). Ray repeats a failed attempt after 0.3 to 1 s if the nodes had
-    no space, and only after a node was added if no node is large enough.
-    """
-    attempts_at_start: int | None = None
-    while time.monotonic() < end:
-        row: dict[str, Any] = placement_group_table(group)
-        if row.get("state") not in ("PENDING", "PREPARED"):
-            return  # created, or removed
-        outcome, attempts = row["stats"]["scheduling_state"], row["stats"]["scheduling_attempt"]
-        attempts_at_start = attempts if attempts_at_start is None else attempts_at_start
-        if outcome == "INFEASIBLE":
-            return  # no node is large enough; Ray makes no attempt until one is added
-        # The outcome is that of the last attempt. Only a failure since the first look shows that a pause has begun.
-        if outcome == "NO_RESOURCES" and row["state"] == "PENDING" and attempts > attempts_at_start:
-            return
-        time.sleep(0.01)
 
 
 def alive_nodes() -> list[dict[str, Any]]:
