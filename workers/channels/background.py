@@ -124,7 +124,6 @@ class Pump:
             self._run_once,
             self._thread_ended,
             timeout_ms=self._timeout_ms,
-            completes=True,  # futures, so that it must not wait for one
         )
         self._thread.start()
 

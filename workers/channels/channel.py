@@ -35,7 +35,6 @@ from workers.channels.settings import ChannelSettings, as_maxsize, as_node_rank,
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.async_work import AsyncWork
-from workers.transport.poll_thread import refuse_waiting
 from workers.transport.stream import StreamSilentError
 from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout, timeout_or
 
@@ -202,7 +201,6 @@ class Channel:
         if async_op:
             _, future = link.begin_put(request, packed, what, until)
             return AsyncWork(future, what, lambda answer: self._check_put(answer, key))
-        refuse_waiting(what)
         self._check_put(link.put(request, packed, what, until), key)
         return None
 
@@ -340,7 +338,6 @@ class Channel:
         what = self._describe(verb, key)
         make, link = self._prepare_get(key, target, nowait=False, what=what)
         if not async_op:
-            refuse_waiting(what)
             return finish(link.ask(make, what, self._deadline(timeout_s)))
         future, drop = link.begin(make, what, self._deadline(timeout_s))
         # settle: items of a broker on another host are acknowledged before `finish` takes them.

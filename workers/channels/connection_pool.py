@@ -21,7 +21,6 @@ from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
 from workers.errors import OpenFilesError
 from workers.transport.endpoint import Endpoint
-from workers.transport.poll_thread import refuse_waiting
 from workers.transport.stream import StreamLostError, StreamSilentError
 
 MAX_IDLE_CONNECTIONS = 8
@@ -90,7 +89,6 @@ class Link:
         pump = self._pump
         if pump is None or not pump.putting:  # there are none
             return self.ask(make, what, until)
-        refuse_waiting(what)
         # Over the pump's connection, on which the puts were sent before.
         reply: Reply = self.begin(make, what, until)[0].result()
         return reply
@@ -100,7 +98,6 @@ class Link:
         pump = self._pump
         # Puts over different connections could overtake each other.
         if pump is not None and pump.putting:
-            refuse_waiting(what)  # a thread that completes futures must not wait for one
             _, future = self.begin_put(request, parcel, what, until)
             reply: Reply = future.result()
             return reply

@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from dataplane.core.durations import as_timeout
-from workers.errors import MessageTimeoutError
+from workers.errors import CallWaitTimeoutError, MessageTimeoutError
 from workers.transport import waiting
-from workers.transport.poll_thread import refuse_waiting
 
 T = TypeVar("T")
 Settle = Callable[[], Future[Any] | None]
@@ -28,9 +27,11 @@ class AsyncWork(Generic[T]):
     lasts, it logs every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout, so a wait without
     a timeout ends too.
 
-    `_settled`: the future of the settling, None before it began; `_results`: the result that `finish` made, empty
-    before; `_error`: the error that `finish` raised.
+    `_timeout_error`: what a wait raises after its timeout; `_settled`: the future of the settling, None before it
+    began; `_results`: the result that `finish` made, empty before; `_error`: the error that `finish` raised.
     """
+
+    _timeout_error: type[MessageTimeoutError | CallWaitTimeoutError] = MessageTimeoutError
 
     def __init__(
         self,
@@ -54,25 +55,13 @@ class AsyncWork(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the result, or raise the operation's error. Blocks until it is done. Raises `MessageTimeoutError`
-        after `timeout` seconds; the operation then continues (a receive: while this handle exists). RuntimeError if
-        this would block in a function given to `then`."""
-        timeout = as_timeout("timeout", timeout)
-        self._wait_for(self._future, timeout)
-        # Settling needs an answer of the broker. A function given to `then` must not wait for it: RuntimeError there.
-        if self._settled is None and self._settle_function() is not None:
-            refuse_waiting(self._what)
-        # No timeout: a caller that left before the broker's confirmation would lose the item.
-        self._wait_for(self._settled_future(), None)
-        return self._result()
-
-    def _wait_for(self, future: Future[Any], timeout: float | None) -> None:
-        """Block until `future` is done. `MessageTimeoutError` after `timeout` seconds; RuntimeError if this would block
-        in a function given to `then`."""
-        if not future.done():
-            refuse_waiting(self._what)
+        after `timeout` seconds; the operation then continues (a receive: while this handle exists)."""
         begun = time.monotonic()
-        if not waiting.done_within(future, self._what, timeout):
-            raise MessageTimeoutError(what=self._what, waited_s=time.monotonic() - begun)
+        if not waiting.done_within(self._future, self._what, as_timeout("timeout", timeout)):
+            raise self._timeout_error(what=self._what, waited_s=time.monotonic() - begun)
+        # No timeout: a caller that left before the broker's confirmation would lose the item.
+        waiting.done_within(self._settled_future(), self._what, None)
+        return self._result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """Like `wait`, without blocking the event loop. Cancelling it cancels the wait, not the operation. It cannot
@@ -84,61 +73,47 @@ class AsyncWork(Generic[T]):
         while not self._future.done():
             await asyncio.wait([woken], timeout=wait.step_s())
             if not self._future.done() and wait.over(self._what):
-                raise MessageTimeoutError(what=self._what, waited_s=wait.waited_s)
+                raise self._timeout_error(what=self._what, waited_s=wait.waited_s)
         await _wait_despite_cancellation(self._settled_future())
         return self._result()
 
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
-        """Call `func(*args, **kwargs)` once this operation is done. The result of the returned work is that of
-        `func`.
+        """Call `func(*args, **kwargs)` in a new thread once this operation is done. It may block. The result of the
+        returned work is that of `func`, or if `func` returns work, the result of that.
 
         An error of this operation, such as a result that cannot be loaded, becomes the error of the returned work,
-        and `func` is not called. If `func` returns work, the result is the result of that work. The thread that
-        completes the operation (the calling thread, if it is done) makes the result and calls `func`, which must not
-        block: a wait in it raises RuntimeError.
+        and `func` is not called.
         """
         future: Future[Any] = Future()
+        what = f"{self._what}, and its continuation"
 
         def call() -> None:
             try:
                 self._result()  # raises the error of this operation
                 result = func(*args, **kwargs)
-            except Exception as error:
+                future.set_result(result.wait() if isinstance(result, AsyncWork) else result)
+            except BaseException as error:
                 future.set_exception(error)
-                return
-            if isinstance(result, AsyncWork):
-                result._complete_with_result(future)
-            else:
-                future.set_result(result)
 
-        self._call_when_settled(call)
-        return AsyncWork(future, f"{self._what}, and its continuation")
+        def start() -> None:
+            threading.Thread(target=call, name="tq-then", daemon=True).start()
 
-    def _complete_with_result(self, target: Future[Any]) -> None:
-        """Complete `target` with the result or error of this work, once it has one."""
-
-        def copy_outcome() -> None:
-            try:
-                target.set_result(self._result())
-            except Exception as error:
-                target.set_exception(error)
-
-        self._call_when_settled(copy_outcome)
+        self._call_when_settled(start)
+        following: AsyncWork[Any] = AsyncWork(future, what)
+        following._timeout_error = self._timeout_error
+        return following
 
     def _call_when_settled(self, call: Callable[[], None]) -> None:
         """Call `call` once `_result` no longer blocks."""
         self._future.add_done_callback(lambda _: self._settled_future().add_done_callback(lambda _: call()))
-
-    def _settle_function(self) -> Settle | None:
-        """Return the function that settles an operation that has ended; None if it failed or needs no settling."""
-        return None if self._future.exception() is not None else self._settle(self._future.result())
 
     def _settled_future(self) -> Future[Any]:
         """Return a future for an operation that has ended: once it is done, `_result` does not block. The first call
         begins to settle the operation."""
         with self._guard:
             if self._settled is None:
-                settle = self._settle_function()
+                failed = self._future.exception() is not None
+                settle = None if failed else self._settle(self._future.result())
                 try:
                     confirmed = None if settle is None else settle()
                     # Without a confirmation to wait for, the future of the operation, which is done, stands for it.
@@ -225,7 +200,7 @@ def _cancel_again(task: asyncio.Task[Any], message: tuple[Any, ...]) -> None:
 
 def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
     """Return work that is done when all `works` are, with `result`, or the first error of `works` in their order."""
-    future: Future[T] = Future()
+    future: Future[None] = Future()
     works_left = len(works)
     guard = threading.Lock()
 
@@ -236,16 +211,15 @@ def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
             works_left -= 1
             if works_left:
                 return
-        try:
-            for work in works:
-                work._result()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        future.set_result(None)
+
+    def finish(_: None) -> T:
+        for work in works:
+            work._result()
+        return result
 
     if not works:
-        future.set_result(result)
+        future.set_result(None)
     for work in works:
         work._call_when_settled(count_down)
-    return AsyncWork(future, what)
+    return AsyncWork(future, what, finish)

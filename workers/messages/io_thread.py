@@ -118,9 +118,7 @@ class IoThread:
             self._router = open_socket(self._context, zmq.ROUTER, linger_ms=LINGER_MS)
             self._links = Links(self._context)
             name, sources = f"tq-messages-{self.name}", poller(self._router, self._links.socket)
-            self._thread = PollThread(
-                name, sources, self._run_once, self._thread_ended, timeout_ms=self._timeout_ms, completes=True
-            )
+            self._thread = PollThread(name, sources, self._run_once, self._thread_ended, timeout_ms=self._timeout_ms)
             undo.callback(self._thread.forget)
             self._unsubscribe = directory.subscribe(self._entry_changed)
             undo.callback(self._unsubscribe)

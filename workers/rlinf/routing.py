@@ -380,9 +380,8 @@ class AsyncRouteWork(AsyncWork[Any]):
 
     def __init__(self, works: Sequence[AsyncWork[Any]], finalize_fn: Callable[[list[Any]], Any]) -> None:
         parts = list(works)
-        what = f"a batch of {len(parts)} parts"
-        all_parts = all_of(parts, what, None)
-        super().__init__(all_parts._future, what, lambda _: finalize_fn([part.wait() for part in parts]))
+        all_parts = all_of(parts, f"a batch of {len(parts)} parts", None)
+        super().__init__(all_parts._future, all_parts._what, lambda _: finalize_fn([part.wait() for part in parts]))
 
 
 def get_group_world_size(manager_proxy: DirectoryClient, group_name: str) -> int:

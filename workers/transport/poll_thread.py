@@ -12,17 +12,6 @@ from dataplane.core.wakeup import Waker
 JOIN_S = 10.0
 """Default limit of the wait of `close` for the thread's end."""
 
-_this_thread = threading.local()
-"""Attribute `completes`: whether the thread is a `PollThread` that completes futures."""
-
-
-def refuse_waiting(what: str) -> None:
-    """RuntimeError if this thread completes futures and therefore must not wait for `what`."""
-    if getattr(_this_thread, "completes", False):
-        raise RuntimeError(
-            f"{what}: a function given to `then` must not wait for other work; chain it with `then` instead"
-        )
-
 
 class Poller(Protocol):
     """The common interface of `select.poll` and `zmq.Poller`. Timeouts are in milliseconds, None for no limit."""
@@ -35,9 +24,9 @@ class Poller(Protocol):
 class PollThread:
     """Calls `turn` with the events of each poll: also after a `wake`, and with no events after `timeout_ms`.
 
-    timeout_ms: of the next poll, None for no limit; completes: the thread completes futures, so it must not wait for
-    any; ended: called last, with the exception of `turn` that ended the thread, or None after `stop`. `wake` and
-    `stop` may be called from any thread and from finalizers. `_waker`: the descriptor that interrupts the poll.
+    timeout_ms: of the next poll, None for no limit; ended: called last, with the exception of `turn` that ended the
+    thread, or None after `stop`. `wake` and `stop` may be called from any thread and from finalizers. `_waker`: the
+    descriptor that interrupts the poll.
     """
 
     def __init__(
@@ -48,14 +37,12 @@ class PollThread:
         ended: Callable[[BaseException | None], None],
         *,
         timeout_ms: Callable[[], int | None] = lambda: None,
-        completes: bool = False,
     ) -> None:
         self._waker = Waker()
         # Keeps `wake` from using `_waker` while the ending thread closes it. Reentrant, because a finalizer may call
         # `wake` while its thread is inside `wake`.
         self._waking = threading.RLock()
         self._stopping = False
-        self._completes = completes
         self._thread = threading.Thread(
             target=self._run, args=(poller, turn, ended, timeout_ms), name=name, daemon=True
         )
@@ -102,7 +89,6 @@ class PollThread:
     ) -> None:
         """The thread's loop, until `stop` or an exception of `turn`. In either case it calls `ended` last. Parameters:
         see the class."""
-        _this_thread.completes = self._completes
         error: BaseException | None = None
         waker_fd = self._waker.fd
         try:

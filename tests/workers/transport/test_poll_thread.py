@@ -14,7 +14,7 @@ import pytest
 from tests.late import Late
 from tests.logs import logged
 from workers.transport import waiting
-from workers.transport.poll_thread import PollThread, refuse_waiting
+from workers.transport.poll_thread import PollThread
 
 WAIT_S = 60.0
 
@@ -22,20 +22,15 @@ WAIT_S = 60.0
 class Served:
     """A thread that hands out what it found at each turn, and how it ended."""
 
-    def __init__(self, *, fails: bool = False, completes: bool = False) -> None:
+    def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
         self._found: list[Any] = []
         self._turned = threading.Semaphore(0)
         self.over: Future[BaseException | None] = Future()
-        self.refused: list[Exception] = []
         self.poll = select.poll()
-        self.thread = PollThread("tq-test", self.poll, self._turn, self.over.set_result, completes=completes)
+        self.thread = PollThread("tq-test", self.poll, self._turn, self.over.set_result)
 
     def _turn(self, found: Any) -> None:
-        try:
-            refuse_waiting("a wait")
-        except RuntimeError as error:
-            self.refused.append(error)
         self._found.append(found)
         self._turned.release()
         if self._fails:
@@ -81,17 +76,6 @@ def test_its_descriptor_goes_with_it_and_is_never_written_to_again() -> None:
     assert psutil.Process().num_fds() == before
     for each in (started, never):
         each.thread.wake()
-
-
-@pytest.mark.parametrize("completes", [True, False])
-def test_what_completes_futures_may_not_wait_for_any(completes: bool) -> None:
-    served = Served(completes=completes)
-    served.thread.start()
-    served.thread.wake()
-    served.turn()
-    served.thread.close()
-    assert bool(served.refused) == completes
-    refuse_waiting("a wait in another thread")
 
 
 def test_a_wait_tells_of_itself_and_whether_it_was_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
