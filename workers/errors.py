@@ -30,163 +30,189 @@ They carry their facts as attributes and can be pickled, like all errors of `dat
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import ClassVar, TypeVar, dataclass_transform
 
 from dataplane.errors import BadRequestError, DataPlaneError, NotFoundError, ServiceError, WaitTimeoutError
 from dataplane.protocol.fd_limits import enough_or
 
-
-class NameNotFoundError(NotFoundError):
-    def __init__(self, *, kind: str, name: str, waited_s: float) -> None:
-        super().__init__(
-            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was started with this "
-            "name in the same job, or wait longer",
-            kind=kind,
-            name=name,
-            waited_s=waited_s,
-        )
+T = TypeVar("T")
 
 
-class NameInUseError(BadRequestError):
-    def __init__(self, *, kind: str, name: str) -> None:
-        super().__init__(
-            f"the {kind} name {name!r} is in use in this job; end the {kind} that has it, or choose another name",
-            kind=kind,
-            name=name,
-        )
+@dataclass_transform(kw_only_default=True, eq_default=False)
+def declared(cls: type[T]) -> type[T]:
+    """Decorate an error class whose fields are its facts. They become keyword arguments and attributes."""
+    return dataclass(kw_only=True, eq=False, repr=False)(cls)
 
 
-class MessageMismatchError(BadRequestError):
+class DeclaredError(DataPlaneError):
+    """An error with the message `text`, a format string of its facts."""
+
+    text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        facts = {fact.name: getattr(self, fact.name) for fact in fields(self)}  # type: ignore[arg-type]
+        super().__init__(self.text.format(**facts), **facts)
+
+
+@declared
+class NameNotFoundError(DeclaredError, NotFoundError):
+    kind: str
+    name: str
+    waited_s: float
+    text = (
+        "no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was "
+        "started with this name in the same job, or wait longer"
+    )
+
+
+@declared
+class NameInUseError(DeclaredError, BadRequestError):
+    kind: str
+    name: str
+    text = "the {kind} name {name!r} is in use in this job; end the {kind} that has it, or choose another name"
+
+
+@declared
+class MessageMismatchError(DeclaredError, BadRequestError):
     """sender, receiver: worker names. sent, expected: descriptions of the message at each end."""
 
-    def __init__(self, *, sender: str, receiver: str, sent: str, expected: str) -> None:
-        super().__init__(
-            f"{sender} sent {sent}, but {receiver} expected {expected}; the message was dropped, and nothing was "
-            "written. Pair send with recv and send_tensor with recv_tensor of the same shape and dtype.",
-            sender=sender,
-            receiver=receiver,
-            sent=sent,
-            expected=expected,
-        )
+    sender: str
+    receiver: str
+    sent: str
+    expected: str
+    text = (
+        "{sender} sent {sent}, but {receiver} expected {expected}; the message was dropped, and "
+        "nothing was written. Pair send with recv and send_tensor with recv_tensor of the same "
+        "shape and dtype."
+    )
 
 
-class GroupOptionsError(BadRequestError):
-    def __init__(self, *, worker: str, peer: str, ours: str, theirs: str) -> None:
-        super().__init__(
-            f"{worker} and {peer} exchange messages with different options: {worker} with {ours}, {peer} with "
-            f"{theirs}; pass the same CollectiveGroupOptions at both ends",
-            worker=worker,
-            peer=peer,
-            ours=ours,
-            theirs=theirs,
-        )
+@declared
+class GroupOptionsError(DeclaredError, BadRequestError):
+    worker: str
+    peer: str
+    ours: str
+    theirs: str
+    text = (
+        "{worker} and {peer} exchange messages with different options: {worker} with {ours}, "
+        "{peer} with {theirs}; pass the same CollectiveGroupOptions at both ends"
+    )
 
 
-class NoSuchRankError(BadRequestError, IndexError):
-    def __init__(self, *, group: str, rank: object, size: int) -> None:
-        super().__init__(
-            f"rank {rank!r} of worker group {group!r} does not exist; it has {size} workers, counted from 0",
-            group=group,
-            rank=rank,
-            size=size,
-        )
+@declared
+class NoSuchRankError(DeclaredError, BadRequestError, IndexError):
+    group: str
+    rank: object
+    size: int
+    text = "rank {rank!r} of worker group {group!r} does not exist; it has {size} workers, counted from 0"
 
 
-class GroupEndedError(BadRequestError):
-    def __init__(self, *, group: str) -> None:
-        super().__init__(f"worker group {group!r} has ended and has no workers to call; launch it again", group=group)
+@declared
+class GroupEndedError(DeclaredError, BadRequestError):
+    group: str
+    text = "worker group {group!r} has ended and has no workers to call; launch it again"
 
 
-class MessageBacklogError(BadRequestError):
+@declared
+class MessageBacklogError(DeclaredError, BadRequestError):
     """Sizes in bytes."""
 
-    def __init__(self, *, what: str, nbytes: int, waiting_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            f"{what}: {nbytes:,} bytes, in addition to {waiting_bytes:,} bytes sent but not received yet, exceed this "
-            f"worker's limit of {limit_bytes:,} bytes. Send again when the receivers have received some of them.",
-            what=what,
-            nbytes=nbytes,
-            waiting_bytes=waiting_bytes,
-            limit_bytes=limit_bytes,
-        )
+    what: str
+    nbytes: int
+    waiting_bytes: int
+    limit_bytes: int
+    text = (
+        "{what}: {nbytes:,} bytes, in addition to {waiting_bytes:,} bytes sent but not received "
+        "yet, exceed this worker's limit of {limit_bytes:,} bytes. Send again when the receivers "
+        "have received some of them."
+    )
 
 
-class MessengerClosedError(BadRequestError):
-    def __init__(self, *, worker: str) -> None:
-        super().__init__(
-            f"worker {worker} can no longer send or receive messages, because it has ended or is ending; complete its "
-            "messages before that, or launch it again",
-            worker=worker,
-        )
+@declared
+class MessengerClosedError(DeclaredError, BadRequestError):
+    worker: str
+    text = (
+        "worker {worker} can no longer send or receive messages, because it has ended or is "
+        "ending; complete its messages before that, or launch it again"
+    )
 
 
-class NotSerializableError(DataPlaneError, TypeError):
+@declared
+class NotSerializableError(DeclaredError, TypeError):
     """verb: the operation that failed, "sent" or "loaded"."""
 
-    def __init__(self, *, what: str, why: str, verb: str = "sent") -> None:
-        super().__init__(f"{what} cannot be {verb}: {why}", what=what, why=why, verb=verb)
+    what: str
+    why: str
+    verb: str = "sent"
+    text = "{what} cannot be {verb}: {why}"
 
 
-class WorkerCallError(DataPlaneError, RuntimeError):
-    def __init__(self, *, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}", kind=kind, message=message)
+@declared
+class WorkerCallError(DeclaredError, RuntimeError):
+    kind: str
+    message: str
+    text = "{kind}: {message}"
 
 
 class WorkerExitError(WorkerCallError):
     """The worker keeps running: it catches attempts of its methods to exit."""
 
 
-class CallWaitTimeoutError(WaitTimeoutError):
-    def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(
-            f"{what}: not done within {waited_s:.1f} s; the call continues, so you can wait for it again",
-            what=what,
-            waited_s=waited_s,
-        )
+@declared
+class CallWaitTimeoutError(DeclaredError, WaitTimeoutError):
+    what: str
+    waited_s: float
+    text = "{what}: not done within {waited_s:.1f} s; the call continues, so you can wait for it again"
 
 
-class DeviceLockTimeoutError(WaitTimeoutError):
+@declared
+class DeviceLockTimeoutError(DeclaredError, WaitTimeoutError):
     """holder: the worker that holds the lock, or a description if its name is unknown; waited_s: for all accelerators
     of the lock."""
 
-    def __init__(self, *, worker: str, device: str, holder: str, waited_s: float) -> None:
-        super().__init__(
-            f"worker {worker} waited {waited_s:.1f} s for its accelerators, last for accelerator {device}, which "
-            f"{holder} holds; release that worker's device_lock, or wait longer",
-            worker=worker,
-            device=device,
-            holder=holder,
-            waited_s=waited_s,
-        )
+    worker: str
+    device: str
+    holder: str
+    waited_s: float
+    text = (
+        "worker {worker} waited {waited_s:.1f} s for its accelerators, last for accelerator "
+        "{device}, which {holder} holds; release that worker's device_lock, or wait longer"
+    )
 
 
-class MessageTimeoutError(WaitTimeoutError):
-    def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(
-            f"{what}: not done within {waited_s:.1f} s; check that the other end is running and makes the matching "
-            "call, or wait longer",
-            what=what,
-            waited_s=waited_s,
-        )
+@declared
+class MessageTimeoutError(DeclaredError, WaitTimeoutError):
+    what: str
+    waited_s: float
+    text = (
+        "{what}: not done within {waited_s:.1f} s; check that the other end is running and makes "
+        "the matching call, or wait longer"
+    )
 
 
-class WorkerLostError(ServiceError):
-    def __init__(self, *, worker: str, why: str) -> None:
-        super().__init__(f"{worker} is gone: {why}", worker=worker, why=why)
+@declared
+class WorkerLostError(DeclaredError, ServiceError):
+    worker: str
+    why: str
+    text = "{worker} is gone: {why}"
 
 
-class DirectoryLostError(ServiceError):
-    def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(
-            f"no answer from the job's directory of names at {address}: {why}. Check that the process that started "
-            "the job still runs.",
-            address=address,
-            why=why,
-        )
+@declared
+class DirectoryLostError(DeclaredError, ServiceError):
+    address: str
+    why: str
+    text = (
+        "no answer from the job's directory of names at {address}: {why}. Check that the process "
+        "that started the job still runs."
+    )
 
 
-class OpenFilesError(ServiceError):
-    def __init__(self, *, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}; raise the limit of open files (ulimit -n)", what=what, why=why)
+@declared
+class OpenFilesError(DeclaredError, ServiceError):
+    what: str
+    why: str
+    text = "{what}: {why}; raise the limit of open files (ulimit -n)"
 
     @classmethod
     def of(cls, what: str, *, least: int = 0) -> AbstractContextManager[None]:
@@ -195,6 +221,8 @@ class OpenFilesError(ServiceError):
         return enough_or(lambda why: cls(what=what, why=why), least=least)
 
 
-class SourceFailedError(ServiceError):
-    def __init__(self, *, source: str, why: str) -> None:
-        super().__init__(f"{source}, the source of a broadcast, failed: {why}", source=source, why=why)
+@declared
+class SourceFailedError(DeclaredError, ServiceError):
+    source: str
+    why: str
+    text = "{source}, the source of a broadcast, failed: {why}"

@@ -16,11 +16,14 @@ DataPlaneError
 from __future__ import annotations
 
 from dataplane.errors import BadRequestError, ServiceError, WaitTimeoutError
+from workers.errors import DeclaredError, declared
 
 
-class ChannelClosedError(BadRequestError):
-    def __init__(self, *, channel: str, why: str = "it accepts no more items") -> None:
-        super().__init__(f"channel {channel!r} is closed: {why}", channel=channel, why=why)
+@declared
+class ChannelClosedError(DeclaredError, BadRequestError):
+    channel: str
+    why: str = "it accepts no more items"
+    text = "channel {channel!r} is closed: {why}"
 
 
 def disconnected(channel: str) -> ChannelClosedError:
@@ -28,65 +31,63 @@ def disconnected(channel: str) -> ChannelClosedError:
     return ChannelClosedError(channel=channel, why="this handle was disconnected; connect to the channel again")
 
 
-class EndOfChannelError(BadRequestError):
+@declared
+class EndOfChannelError(DeclaredError, BadRequestError):
     """The channel is closed and all of its items were taken."""
 
-    def __init__(self, *, channel: str, key: str) -> None:
-        super().__init__(
-            f"channel {channel!r} was closed, and no item is left under key {key}; no further item will come",
-            channel=channel,
-            key=key,
-        )
+    channel: str
+    key: str
+    text = "channel {channel!r} was closed, and no item is left under key {key}; no further item will come"
 
 
-class ChannelSettingsError(BadRequestError):
-    def __init__(self, *, channel: str, got: str, expected: str) -> None:
-        super().__init__(
-            f"channel {channel!r} exists with other settings: {expected}, not {got}; connect to it, close it first, "
-            "or use another name",
-            channel=channel,
-            got=got,
-            expected=expected,
-        )
+@declared
+class ChannelSettingsError(DeclaredError, BadRequestError):
+    channel: str
+    got: str
+    expected: str
+    text = (
+        "channel {channel!r} exists with other settings: {expected}, not {got}; connect to it, "
+        "close it first, or use another name"
+    )
 
 
-class ItemTooLargeError(BadRequestError):
-    def __init__(self, *, channel: str, limit_bytes: int) -> None:
-        super().__init__(
-            f"an item is too large for channel {channel!r}: its broker has memory for {limit_bytes:,} bytes. Put "
-            "smaller items, or give the broker's machine a larger /dev/shm.",
-            channel=channel,
-            limit_bytes=limit_bytes,
-        )
+@declared
+class ItemTooLargeError(DeclaredError, BadRequestError):
+    channel: str
+    limit_bytes: int
+    text = (
+        "an item is too large for channel {channel!r}: its broker has memory for {limit_bytes:,} "
+        "bytes. Put smaller items, or give the broker's machine a larger /dev/shm."
+    )
 
 
-class LocalChannelError(BadRequestError):
-    def __init__(self, *, channel: str) -> None:
-        super().__init__(
-            f"channel {channel!r} is local to the process that created it and cannot be sent to another process; "
-            "create it without local=True",
-            channel=channel,
-        )
+@declared
+class LocalChannelError(DeclaredError, BadRequestError):
+    channel: str
+    text = (
+        "channel {channel!r} is local to the process that created it and cannot be sent to "
+        "another process; create it without local=True"
+    )
 
 
-class ChannelTimeoutError(WaitTimeoutError):
+@declared
+class ChannelTimeoutError(DeclaredError, WaitTimeoutError):
     """what: the call and the channel."""
 
-    def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(
-            f"{what}: timed out after {waited_s:.1f} s; no item was taken or put. Check that the other end runs, or "
-            "wait longer.",
-            what=what,
-            waited_s=waited_s,
-        )
+    what: str
+    waited_s: float
+    text = (
+        "{what}: timed out after {waited_s:.1f} s; no item was taken or put. Check that the other"
+        " end runs, or wait longer."
+    )
 
 
-class ChannelLostError(ServiceError):
-    def __init__(self, *, what: str, broker: str, why: str) -> None:
-        super().__init__(
-            f"{what}: the process at {broker} that holds the channel's items (its broker) was lost, with these items "
-            f"({why}). Create the channel again.",
-            what=what,
-            broker=broker,
-            why=why,
-        )
+@declared
+class ChannelLostError(DeclaredError, ServiceError):
+    what: str
+    broker: str
+    why: str
+    text = (
+        "{what}: the process at {broker} that holds the channel's items (its broker) was lost, "
+        "with these items ({why}). Create the channel again."
+    )
