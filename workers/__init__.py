@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from workers.directory.address import WorkerAddress as WorkerAddress
     from workers.groups.cluster import Cluster as Cluster
     from workers.groups.cluster import ClusterResource as ClusterResource
-    from workers.groups.futures import MultiWorkerFuture as MultiWorkerFuture
     from workers.groups.ray_worker_builder import RayWorkerBuilder as RayWorkerBuilder
     from workers.groups.ray_worker_group import RayWorkerGroup as RayWorkerGroup
+    from workers.groups.started_group import MultiWorkerFuture as MultiWorkerFuture
     from workers.groups.started_group import WorkerStartError as WorkerStartError
     from workers.groups.virtual_cluster import RayVirtualCluster as RayVirtualCluster
     from workers.groups.virtual_cluster import ResourcesNotReadyError as ResourcesNotReadyError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from workers.groups.worker_group import WorkerGroup as WorkerGroup
     from workers.messages import AsyncWork as AsyncWork
     from workers.messages import CollectiveGroupOptions as CollectiveGroupOptions
-    from workers.placement.ranks import REPLICATED_AXES as REPLICATED_AXES
+    from workers.placement.sharding import REPLICATED_AXES as REPLICATED_AXES
     from workers.placement.sharding import NamedSharding as NamedSharding
     from workers.placement.strategies import FlexiblePlacementStrategy as FlexiblePlacementStrategy
     from workers.placement.strategies import NodePlacementStrategy as NodePlacementStrategy
@@ -56,12 +56,12 @@ _HOME = {
     "FetchPolicy": "workers.training.replica_group",
     "FlexiblePlacementStrategy": "workers.placement.strategies",
     "LaunchedService": "workers.service",
-    "MultiWorkerFuture": "workers.groups.futures",
+    "MultiWorkerFuture": "workers.groups.started_group",
     "NamedSharding": "workers.placement.sharding",
     "NodePlacementStrategy": "workers.placement.strategies",
     "PackedPlacementStrategy": "workers.placement.strategies",
     "PolicyWorker": "workers.training.mixin",
-    "REPLICATED_AXES": "workers.placement.ranks",
+    "REPLICATED_AXES": "workers.placement.sharding",
     "RayVirtualCluster": "workers.groups.virtual_cluster",
     "RayWorkerBuilder": "workers.groups.ray_worker_builder",
     "RayWorkerGroup": "workers.groups.ray_worker_group",

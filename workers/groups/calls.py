@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
 from workers.errors import CallWaitTimeoutError, WorkerLostError
-from workers.groups.futures import Called, GroupFuture, cause_of, with_note
+from workers.groups.started_group import Called, GroupFuture, cause_of, with_note
 from workers.messages import AsyncWork
 
 REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min, "mean": fmean}

@@ -20,11 +20,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from workers.channels import Channel, start_brokers
-from workers.directory import DIRECTORY_VARIABLE, DirectoryClient
-from workers.groups.node_agent import NodeAgent
+from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.groups.started_group import kill
 from workers.groups.virtual_cluster import ResourcesNotReadyError, alive_nodes
 from workers.placement.environment import driver_environment
+from workers.placement.ports import PortKeeper
 from workers.transport.waiting import LoggedWait
 
 NODES_TIMEOUT_S = 600.0
@@ -348,3 +348,28 @@ def _await_nodes(count: int, first_id: str) -> list[Node]:
 def _count_accelerators(resources: Mapping[str, float]) -> int:
     """Return the number of a node's accelerators. Ray counts Ascend NPUs as "NPU", those of other makers as "GPU"."""
     return int(resources.get("GPU") or resources.get("NPU") or 0)
+
+
+class NodeAgent(PortKeeper):
+    """Holds ports of its node (see `PortKeeper`). host: the address at which other nodes reach this node. `_served`:
+    the directory, only in the agent of the job's first node."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__()
+        self._host = host
+        self._served: Directory | None = None
+
+    def directory(self) -> str:
+        """Return the address of the job's directory, which this process serves from the first call on."""
+        if self._served is None:
+            self._served = Directory.serve(self._host)
+        return self._served.address
+
+    def node(self) -> str:
+        """Return Ray's id of the node."""
+        ident: str = ray.get_runtime_context().get_node_id()
+        return ident
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment that Ray gives to processes on this node."""
+        return dict(os.environ)

@@ -11,15 +11,13 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from dataplane.core.durations import as_timeout
-from workers.groups.futures import MultiWorkerFuture
 from workers.groups.ray_worker_builder import RayWorkerBuilder
 from workers.groups.start_workers import WorkerPlan, start_workers
-from workers.groups.started_group import StartedGroup, clean_up
+from workers.groups.started_group import MultiWorkerFuture, StartedGroup, clean_up
 from workers.groups.virtual_cluster import Endpoint, RayVirtualCluster
 from workers.placement import dispatch
 from workers.placement.bundles import TiedBundles, bundles_to_use, place_workers
-from workers.placement.ranks import DATA_PARALLEL_AXIS
-from workers.placement.sharding import NamedSharding
+from workers.placement.sharding import DATA_PARALLEL_AXIS, NamedSharding
 
 
 class RayWorkerGroup:

@@ -19,8 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataplane.core.durations import seconds
-from workers.groups.futures import wait_for_all
-from workers.groups.started_group import kill
+from workers.groups.started_group import kill, wait_for_all
 from workers.placement.bundles import bundles_by_node
 from workers.placement.ports import PortKeeper
 

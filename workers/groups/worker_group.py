@@ -15,10 +15,9 @@ from ray.actor import ActorHandle
 from workers.errors import GroupEndedError, NoSuchRankError
 from workers.groups.calls import GroupCall
 from workers.groups.cluster import Cluster
-from workers.groups.futures import Called
 from workers.groups.launch import Launch, find_actors, launch_group
 from workers.groups.remote_errors import methods_of
-from workers.groups.started_group import StartedGroup
+from workers.groups.started_group import Called, StartedGroup
 from workers.placement.strategies import NodePlacementStrategy, PackedPlacementStrategy, PlacementStrategy
 
 CATCH_VARIABLE = "RLINF_CATCH_FAILURE"

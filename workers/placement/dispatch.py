@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.placement.ranks import is_axis_zero
 from workers.placement.sharding import NamedSharding
 
 
@@ -38,7 +37,9 @@ def check_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
     """Return the workers at 0 on each of `axes`, ascending. All workers if `axes` is empty."""
     check_axes(sharding, run_rank_0_only_axes=axes)
-    return [worker for worker in worker_order(sharding) if is_axis_zero(sharding.get_worker_coords(worker), axes)]
+    return [
+        worker for worker in worker_order(sharding) if sharding.is_axis_zero(sharding.get_worker_coords(worker), axes)
+    ]
 
 
 def worker_order(sharding: NamedSharding) -> list[int]:
@@ -65,7 +66,7 @@ def shard_targets(
     targets = []
     for worker in worker_order(sharding):
         coords = sharding.get_worker_coords(worker)
-        has_data = is_axis_zero(coords, free)
+        has_data = sharding.is_axis_zero(coords, free)
         if has_data or dummies:
             targets.append(DispatchTarget(worker, tuple(coords[axis] for axis in sharded), dummy=not has_data))
     return targets
@@ -78,7 +79,7 @@ def result_workers(sharding: NamedSharding, targets: Sequence[DispatchTarget], r
     return [
         target.worker
         for target in targets
-        if not target.dummy and is_axis_zero(sharding.get_worker_coords(target.worker), replicated)
+        if not target.dummy and sharding.is_axis_zero(sharding.get_worker_coords(target.worker), replicated)
     ]
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workers.placement.ranks import is_axis_zero
+DATA_PARALLEL_AXIS = "data_parallel"
+"""The axis along which ranks hold different samples."""
+
+REPLICATED_AXES: tuple[str, ...] = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+"""The axes along which ranks hold the same samples. Ranks that differ only on these form a replica group."""
 
 Ranks = npt.NDArray[np.int64]
 
@@ -131,7 +135,7 @@ class NamedSharding:
 
         `TQWorkerMixin._is_replica_leader` calls it with `_local_coords()`, a driver with `get_worker_coords(rank)`.
         """
-        return is_axis_zero(coords, axes)
+        return all(coords.get(axis, 0) == 0 for axis in axes)
 
     def _ranks_at(self, coords: Mapping[str, int]) -> Ranks:
         """Return the array of ranks at `coords`, over the axes that are not given; 0-d if all are given."""

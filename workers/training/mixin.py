@@ -39,8 +39,7 @@ from dataplane.core.schema import (
 from dataplane.data.row_parts import Inner, Tokens
 from dataplane.errors import InvalidRequestError
 from dataplane.training.data_loader import Form, MicroBatch, Take
-from workers.placement.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
-from workers.placement.sharding import NamedSharding
+from workers.placement.sharding import DATA_PARALLEL_AXIS, REPLICATED_AXES, NamedSharding
 from workers.training.replica_group import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
 from workers.training.stages import IS_REPLICA_LEADER, Stage, packing_arguments, rows_per_batch, stage_of
 from workers.training.write_back import result_field, store_rows

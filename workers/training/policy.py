@@ -34,9 +34,9 @@ from dataplane.core.schema import (
     TOKEN_MASK,
     round_up,
 )
-from workers.groups.futures import MultiWorkerFuture
 from workers.groups.ray_worker_group import RayWorkerGroup
-from workers.placement.ranks import DATA_PARALLEL_AXIS
+from workers.groups.started_group import MultiWorkerFuture
+from workers.placement.sharding import DATA_PARALLEL_AXIS
 from workers.training.stages import (
     IS_REPLICA_LEADER,
     PREV_LP_TASK,

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from workers.groups.calls import GroupCall
-from workers.groups.futures import Called
+from workers.groups.started_group import Called
 
 
 class Reference:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.placement.ranks import REPLICATED_AXES, is_axis_zero, is_replica_leader
-from workers.placement.sharding import NamedSharding
+from workers.placement.sharding import REPLICATED_AXES, NamedSharding
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 
@@ -119,14 +118,14 @@ def test_equality_and_hash(sharding: NamedSharding) -> None:
 
 
 def test_one_leader_per_data_parallel_rank(sharding: NamedSharding) -> None:
-    leaders = [rank for rank in range(16) if is_replica_leader(sharding.get_worker_coords(rank))]
+    leaders = [r for r in range(16) if sharding.is_axis_zero(sharding.get_worker_coords(r), REPLICATED_AXES)]
     assert leaders == [0, 4]
-    assert leaders == [r for r in range(16) if sharding.is_axis_zero(sharding.get_worker_coords(r), REPLICATED_AXES)]
 
 
 def test_an_axis_not_named_counts_as_zero() -> None:
-    assert is_replica_leader({})
-    assert is_replica_leader({"data_parallel": 3, "tensor_parallel": 0})
-    assert not is_replica_leader({"context_parallel": 1})
+    is_axis_zero = NamedSharding.is_axis_zero
+    assert is_axis_zero({}, REPLICATED_AXES)
+    assert is_axis_zero({"data_parallel": 3, "tensor_parallel": 0}, REPLICATED_AXES)
+    assert not is_axis_zero({"context_parallel": 1}, REPLICATED_AXES)
     assert is_axis_zero({"x": 1}, ["y"])
     assert not is_axis_zero({"x": 1}, ["y", "x"])

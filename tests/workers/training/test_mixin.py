@@ -29,7 +29,7 @@ from tests.workers.training.mixin_worker import (
     shards,
     worker_on,
 )
-from workers.placement.ranks import is_replica_leader
+from workers.placement.sharding import REPLICATED_AXES
 from workers.training.mixin import PolicyWorker, TQWorkerMixin
 from workers.training.replica_group import FetchPolicy, ReplicaGroupError, ReplicaLostError
 
@@ -282,7 +282,8 @@ def test_entrypoints_write_back_once_per_data_parallel_rank(
     for outcome in got:
         if isinstance(outcome, Exception):
             raise outcome
-    leaders = [is_replica_leader(LAYOUTS[layout].get_worker_coords(rank)) for rank in range(4)]
+    sharding = LAYOUTS[layout]
+    leaders = [sharding.is_axis_zero(sharding.get_worker_coords(rank), REPLICATED_AXES) for rank in range(4)]
     assert [puts for puts, _ in got] == [2 if leads else 0 for leads in leaders]
     stored = client.get_batch(meta, ["input_ids", "prev_logprobs", "reference_policy_logprobs"], layout="jagged")
     ids = stored["input_ids"]
