@@ -80,11 +80,6 @@ class Courier(Worker):
             got = got.wait()
         return got["row"].tolist(), got["text"]
 
-    async def collect_async(self, of: str, rows: int, channel: Channel) -> list[int]:
-        got = await self.recv_from(of, channel, batch_size=rows, async_op=True).async_wait()
-        found: list[int] = got["row"].tolist()
-        return found
-
     def ask(self, to: str, rows: int, out: Channel, back: Channel) -> list[int]:
         """Of a decoupled exchange: send rows, and get them back doubled."""
         self.deliver(to, rows, out, tag="obs", mode="train", decoupled_mode=True)

@@ -112,22 +112,6 @@ def test_batches_are_laid_over_the_ranks_of_another_group(
         assert got == [(mine, [str(row) for row in mine]) for mine in rows]
 
 
-def test_batches_of_the_same_ranks_do_not_mix(groups: tuple[Group, Group], channel: Channel) -> None:
-    two, three = groups
-    for tag, rows in (("late", 12), ("early", 6)):
-        two.deliver("three", rows, channel, tag=tag, mode="train").wait()
-    early = three.collect("two", 6, channel, tag="train_early").wait()
-    late = three.collect("two", 12, channel, tag="train_late").wait()
-    assert [len(rows) for rows, _ in early] == [2] * 3
-    assert [len(rows) for rows, _ in late] == [4] * 3
-
-
-def test_a_batch_is_awaited_by_async_code(groups: tuple[Group, Group], channel: Channel) -> None:
-    two, three = groups
-    two.deliver("three", 6, channel).wait()
-    assert three.collect_async("two", 6, channel).wait() == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_answers_find_the_ranks_that_asked(groups: tuple[Group, Group], cluster: Cluster) -> None:
     two, _ = groups
     with (
@@ -138,22 +122,6 @@ def test_answers_find_the_ranks_that_asked(groups: tuple[Group, Group], cluster:
         asked = two.ask("four", 16, out, back)
         assert four.answer("two", 16, out, back).wait() == [4] * 4
         assert asked.wait() == [[2 * row for row in range(8)], [2 * row for row in range(8, 16)]]
-
-
-def test_exchanges_that_cannot_be(groups: tuple[Group, Group], channel: Channel) -> None:
-    two, _ = groups
-    for match, call in (
-        ("evenly", lambda: two.deliver("three", 4, channel)),
-        ("pass a channel", lambda: two.deliver("three", 12, None)),
-        ("cannot be combined", lambda: two.deliver("three", 12, None, enable_p2p=True, decoupled_mode=True)),
-        ("parts for tag 'x'", lambda: two.deliver("three", 12, channel, tag="x", split_fn=one_part)),
-    ):
-        with pytest.raises(ValueError, match=match):
-            call().wait()
-
-
-def one_part(data: Any, sizes: list[int]) -> list[Any]:
-    return [data]
 
 
 def test_a_group_that_is_not_there_is_a_named_error(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_what_cannot_be_cut_or_joined() -> None:
             call()
 
 
-# --- batches between the ranks of two groups, over a channel and messages that are queues of this process
+# --- batches between two groups, over a channel and messages that are queues of this process
 
 Queues = defaultdict[Any, deque[Any]]
 WORLD_SIZES = {"two": 2, "three": 3, "four": 4}
@@ -286,6 +286,16 @@ def test_each_rank_receives_its_rows_in_order(
             assert got.done()
             got = got.wait(1.0)
         assert torch.equal(got, mine)
+
+
+def test_tags_keep_batches_of_the_same_ranks_apart(ranks: dict[str, list[Rank]]) -> None:
+    channel = LocalChannel()
+    for tag, rows in (("late", 12), ("early", 6)):
+        for worker, mine in zip(ranks["two"], shares(rows, 2), strict=True):
+            worker.deliver("three", channel, mine, tag=tag, mode="train")
+    for worker, early, late in zip(ranks["three"], shares(6, 3), shares(12, 3), strict=True):
+        assert torch.equal(worker.collect("two", channel, 6, tag="train_early"), early)
+        assert torch.equal(worker.collect("two", channel, 12, tag="train_late"), late)
 
 
 def test_async_code_awaits_a_batch_once_and_gets_it_again(ranks: dict[str, list[Rank]]) -> None:
