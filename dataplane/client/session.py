@@ -348,7 +348,6 @@ class Connection(Session):
                 future.result()
         return None
 
-
     def _post_leftovers(self) -> None:
         for command in self.session_state.leftovers():
             self._channel.post(command)

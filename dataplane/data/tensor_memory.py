@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataplane.core.plain_numbers import LARGEST
 from dataplane.core.row_copy import UInt8s, address
 from dataplane.core.types import DTYPE_BYTES
 
@@ -90,17 +88,6 @@ def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:  # or the address is not aligned
         array = array.copy()
     return torch.from_numpy(array if array.flags.writeable else writable_alias(array))
-
-
-def number_fits(number: float, dtype: torch.dtype) -> bool:
-    """Whether a plain bool, int or float converts to the dtype: its value is exact in an integer type and a bool, and
-    is rounded to a finite one (or infinite or NaN before) in a float type."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return not math.isfinite(number) or abs(number) <= LARGEST[DTYPE_NAMES[dtype]]
-    if not math.isfinite(number) or number != int(number):
-        return False
-    limits = torch.iinfo(dtype) if dtype is not torch.bool else None
-    return number in (0, 1) if limits is None else limits.min <= number <= limits.max
 
 
 def tensor_of_numbers(numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -201,6 +203,22 @@ def test_standard_names_have_their_kind_from_the_first_batch(
     assert same_rows(client.get_samples(meta, partition, ["patches"])["patches"], list(filled(2, 5, 3, 14, 14)))
 
 
+@pytest.mark.parametrize("shapes", [((2, 3), (2, 4)), ((2, 3, 2), (2, 5))])
+def test_no_put_fails_while_others_put_other_shapes_and_clear(
+    client: DataPlaneClient, bare: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """The field is empty in between, so its kind is another one at each moment."""
+
+    def work(number: int) -> None:
+        names = [f"{number}-a", f"{number}-b"]
+        for _ in range(25):
+            client.put_samples(names, bare, {"x": [*filled(*shapes[number])]})
+            client.clear_samples(names, bare)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+
+
 # --- plain numbers
 
 
@@ -214,8 +232,10 @@ def test_plain_numbers_become_a_tensor_where_the_field_is_dense(
         client.put_samples(["z"], partition, {"reward": filled(1)})
     client.put_samples(["a", "b", "c"], partition, {"reward": [0.5, 1, True]})
     assert same(client.get_samples(["a", "b", "c"], partition, ["reward"])["reward"], torch.tensor([0.5, 1.0, 1.0]))
-    with pytest.raises(InvalidRequestError, match=r"'reward': 1e\+39 \(row 1\) does not fit float32"):
-        client.put_samples(["d", "e"], partition, {"reward": [0.0, 1e39]})
+    client.put_samples(["a"], partition, {"reward": [np.float32(0.5)]})
+    for number in (1e39, (1 << 24) + 1):
+        with pytest.raises(SchemaError, match=rf"'reward'.*the number {re.escape(repr(number))} \(row 1\).*float32"):
+            client.put_samples(["d", "e"], partition, {"reward": [0.0, number]})
     with pytest.raises(SchemaError, match="str"):
         client.put_samples(["d", "e"], partition, {"reward": [0.0, "1.0"]})
 
@@ -241,8 +261,9 @@ def test_numbers_then_tensors_then_rows(client: DataPlaneClient, bare: str) -> N
     client.put_samples(["a"], bare, {"x": [0.5]})
     client.put_samples(["b"], bare, {"x": filled(1)})
     client.put_samples(["c"], bare, {"x": [filled(3)]})
-    stored = client.get_samples(["c", "a", "b"], bare, ["x"])["x"].tolist()
-    assert same_rows(stored, [filled(3), torch.tensor(0.5), torch.tensor(1.0)])
+    client.put_samples(["d"], bare, {"x": [2]})
+    stored = client.get_samples(["c", "a", "b", "d"], bare, ["x"])["x"].tolist()
+    assert same_rows(stored, [filled(3), torch.tensor(0.5), torch.tensor(1.0), torch.tensor(2.0)])
 
 
 def test_objects_that_are_not_all_numbers_stay_objects(client: DataPlaneClient, bare: str) -> None:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.core.plain_numbers import LARGEST, fits, joined_dtype, numbers_dtype
+from dataplane.core.plain_numbers import DIGITS, LARGEST, RANGES, fits, joined_dtype, number_fits, numbers_dtype
 from dataplane.core.types import DTYPE_BYTES
-from dataplane.data.tensor_memory import TORCH_DTYPES, number_fits, tensor_of_numbers
+from dataplane.data.tensor_memory import TORCH_DTYPES, tensor_of_numbers
 
 numbers = st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.integers(-300, 300)
 
@@ -20,20 +20,19 @@ numbers = st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() |
 @given(st.lists(numbers, min_size=1), st.lists(numbers, min_size=1), st.sampled_from(sorted(DTYPE_BYTES)))
 def test_what_fits_a_dtype_converts_to_it(first: list[Any], second: list[Any], dtype: str) -> None:
     joined = joined_dtype(numbers_dtype(first), numbers_dtype(second))
-    assert joined is not None
-    if not fits(joined, dtype):
+    if joined is None or not fits(joined, dtype):
         return
     torch_dtype = TORCH_DTYPES[dtype]
     both = first + second
-    assert all(number_fits(number, torch_dtype) for number in both)
+    assert all(number_fits(number, dtype) for number in both)
     converted = tensor_of_numbers(both, torch_dtype)
     assert converted.dtype is torch_dtype
     for number, stored in zip(both, converted.to(torch.complex128).real.tolist(), strict=True):
         assert math.isfinite(stored) == math.isfinite(number)
-        assert torch_dtype.is_floating_point or torch_dtype.is_complex or stored == float(number)
+        assert isinstance(number, float) or stored == float(number), "integers are exact"
 
 
-@pytest.mark.parametrize("values", [[], ["a"], [1, None], [1 << 64], [1 + 2j], [[1]]])
+@pytest.mark.parametrize("values", [[], ["a"], [1, None], [1 << 64], [-1, 1 << 63], [0.5, 1 << 60], [1 + 2j], [[1]]])
 def test_other_values_have_no_dtype(values: list[Any]) -> None:
     assert numbers_dtype(values) is None
 
@@ -47,6 +46,7 @@ def test_other_values_have_no_dtype(values: list[Any]) -> None:
         ([0.5, 2], "float16"),
         ([float("nan"), 1e300], "float64"),
         ([1, 1e5], "float32"),
+        ([1 << 30, 0.5], "float64"),
     ],
 )
 def test_the_smallest_dtype(values: list[Any], dtype: str) -> None:
@@ -66,7 +66,9 @@ def test_the_smallest_dtype(values: list[Any], dtype: str) -> None:
         ("float16", "bfloat16", True),
         ("float32", "float16", False),
         ("uint16", "float16", False),
-        ("int64", "float32", True),
+        ("int64", "float32", False),
+        ("int16", "float32", True),
+        ("uint8", "bfloat16", True),
     ],
 )
 def test_what_a_dtype_holds(numbers: str, dtype: str, expected: bool) -> None:
@@ -76,4 +78,10 @@ def test_what_a_dtype_holds(numbers: str, dtype: str, expected: bool) -> None:
 def test_the_largest_numbers_are_those_of_torch() -> None:
     for name, largest in LARGEST.items():
         dtype = TORCH_DTYPES[name]
-        assert torch.finfo(dtype.to_real() if dtype.is_complex else dtype).max == largest
+        real = torch.finfo(dtype.to_real() if dtype.is_complex else dtype)
+        assert real.max == largest
+        assert real.eps == 2.0 ** (1 - DIGITS[name])
+    for name, (low, high) in RANGES.items():
+        if name != "bool":
+            limits = torch.iinfo(TORCH_DTYPES[name])
+            assert (limits.min, limits.max) == (low, high)

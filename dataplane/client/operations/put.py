@@ -6,7 +6,7 @@ Operations take the `SessionState` of the client's session. The docstrings of `D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,9 +124,10 @@ def put_rows(
     if mode == APPEND:
         return (yield from _append(session_state, commit, ids, fields))
     token_lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
+    wide: set[str] = set()  # fields to encode as ragged rows, which each field accepts whose kind nobody declared
     for turn in range(PUT_TRIES):
         encoded, schema = yield from _encode(
-            session_state, partition, fields, len(ids), token_lengths, warn=declare is None
+            session_state, partition, fields, len(ids), token_lengths, warn=declare is None, wide=wide
         )
         try:
             small = small_put(commit, ids, encoded) if session_state.joins_puts else None
@@ -138,8 +139,14 @@ def put_rows(
             # Stale: the schema has no kind for the field any longer, so it has lost the declaration.
             if declare is not None and isinstance(error, StaleSchemaError):
                 yield declare()
-            if turn + 1 == PUT_TRIES or not (yield from _refresh_schema(session_state, partition, schema, error)):
+            if turn + 1 == PUT_TRIES:
                 raise
+            if not (yield from _refresh_schema(session_state, partition, schema, error)):
+                # The schema is as before, but another one came between: others put and clear rows of the field.
+                name = error.facts["field"]
+                if name in wide or (name in schema and name not in schema.open):
+                    raise
+                wide.add(name)
     raise AssertionError("the last turn returns or raises")
 
 
@@ -233,10 +240,11 @@ def _encode(
     *,
     warn: bool = True,
     widens: bool = True,
+    wide: Collection[str] = (),
 ) -> Operation[tuple[list[EncodedColumn], Schema]]:
     """Return the columns encoded for the partition's schema, and that schema. An outdated cached schema is fetched
     again once. token_lengths: the number of tokens of each sample, if known. warn: log undeclared field names. widens:
-    values that do not fit a kind that nobody declared are encoded as a wider kind."""
+    values that do not fit a kind that nobody declared are encoded as a wider kind. wide: see `encode_fields`."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
         """Return the encoded columns and `specs`. Raise `SchemaError` or `InvalidRequestError` if values do not
@@ -246,6 +254,7 @@ def _encode(
             rows=rows,
             specs=specs,
             open_fields=specs.open if widens else (),
+            wide_fields=wide,
             partition=partition,
             token_lengths=token_lengths,
             pickles=session_state.config.pickles,

@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensorc
 from torch import Tensor
 
 from dataplane.core.checksums import UInt32s
-from dataplane.core.plain_numbers import numbers_dtype
+from dataplane.core.plain_numbers import number_fits, numbers_dtype
 from dataplane.core.row_copy import Int64s, Run, UInt8s
 from dataplane.core.schema import STANDARD_KINDS, TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
@@ -41,7 +41,6 @@ from dataplane.data.tensor_memory import (
     DTYPE_NAMES,
     TORCH_DTYPES,
     byte_view,
-    number_fits,
     tensor_from_numpy,
     tensor_of_numbers,
 )
@@ -151,6 +150,7 @@ def encode_fields(
     rows: int,
     specs: Mapping[str, FieldSpec],
     open_fields: Collection[str] = (),
+    wide_fields: Collection[str] = (),
     partition: str = "",
     token_lengths: Any = None,
     pickles: bool = False,
@@ -164,7 +164,8 @@ def encode_fields(
     values are objects. An empty list without a declared kind is omitted.
 
     open_fields: fields of `specs` whose kind nobody declared. Rows that do not fit such a kind are encoded as the kind
-    to which the field then widens (see `FieldSpec.widens_to`).
+    to which the field then widens (see `FieldSpec.widens_to`). wide_fields: fields whose tensors are encoded as ragged
+    rows, which every field accepts whose kind nobody declared.
 
     A dense `[N, L, *inner]` put into a jagged field becomes N rows of length L. With `token_lengths` `[N]` (passed if
     the lengths of the samples are known, as in a write-back by meta) row i of a per-token field is its first
@@ -183,6 +184,7 @@ def encode_fields(
             partition=partition,
             token_lengths=checked_lengths if STANDARD_KINDS.get(name) is None or name in TOKEN_ALIGNED_FIELDS else None,
             open=name in open_fields,
+            wide=name in wide_fields,
             default=STANDARD_KINDS.get(name),
             pickles=pickles,
         )
@@ -220,15 +222,16 @@ class _FieldEncoder:
     """Encodes the value of one field; one method per kind of value.
 
     spec: what the schema has fixed so far. partition: for errors. token_lengths: length of each row `[N]` of a padded
-    tensor in a jagged field (None: the full width). open: nobody declared the kind of `spec`, so it may widen. default:
-    the kind of tensors of two or more dimensions if the spec leaves the kind open (None: their shapes decide). pickles:
-    pickle objects that the codec does not support."""
+    tensor in a jagged field (None: the full width). open: nobody declared the kind of `spec`, so it may widen. wide:
+    encode tensors as ragged rows whatever the spec. default: the kind of tensors of two or more dimensions if the spec
+    leaves the kind open (None: their shapes decide). pickles: pickle objects that the codec does not support."""
 
     name: str
     spec: FieldSpec
     partition: str
     token_lengths: Tensor | None
     open: bool = False
+    wide: bool = False
     default: FieldKind | None = None
     pickles: bool = False
 
@@ -247,6 +250,10 @@ class _FieldEncoder:
             raise InvalidRequestError(
                 f"field {self.name!r} has {_row_count(value)} rows, expected {rows} (one per sample)"
             )
+        widest = self._encode_widened(value) if self.wide else None
+        if widest is not None:
+            spec, lengths, values = widest
+            return EncodedColumn(self.name, spec, lengths, values.sizes, index=None, values=values)
         spec, lengths, values = self._encode_fitting(value)
         by_schema = self.spec.kind is not None
         return EncodedColumn(self.name, spec, lengths, values.sizes, index=None, values=values, by_schema=by_schema)
@@ -389,8 +396,8 @@ class _FieldEncoder:
             tensors = None if kind is FieldKind.OBJECT else self._to_tensors(value)
             if tensors is not None:
                 return self._encode_tensor_list(tensors)
-            numbers = self._to_numbers(value) if kind is FieldKind.DENSE else None
-            return self._encode_objects(value) if numbers is None else self._encode_dense(numbers)
+            numbers = self._to_numbers(value)
+            return self._encode_objects(value) if numbers is None else self._encode(numbers)
         if kind is FieldKind.OBJECT:
             raise self._schema_error(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
         if is_jagged(value):
@@ -422,23 +429,27 @@ class _FieldEncoder:
         return None
 
     def _to_numbers(self, rows: list[Any]) -> Tensor | None:
-        """Return plain numbers as a tensor `[N]` of the dtype of the spec, or if that is open of torch's default; None
-        if a row is not a plain number. InvalidRequestError, naming field and row, for a number that does not fit."""
-        if numbers_dtype(rows) is None or self.spec.inner not in (None, ()):
+        """Return numbers for a field of tensors as a tensor `[N]` of the dtype of the spec, or if that is open of
+        torch's default; None if a row is no number, or for a field of objects or of no kind. SchemaError, naming the
+        row, for a number that does not fit."""
+        if self.spec.kind is not FieldKind.DENSE and not (self.open and self.spec.dtype is not None):
+            return None
+        numbers = [row.item() if isinstance(row, np.generic) else row for row in rows]
+        if self.spec.kind is FieldKind.OBJECT or numbers_dtype(numbers) is None:
             return None
         if self.spec.dtype is None:
-            return torch.tensor(rows)
-        dtype = TORCH_DTYPES[self.spec.dtype]
-        for row, number in enumerate(rows):
-            if not number_fits(number, dtype):
-                raise InvalidRequestError(f"field {self.name!r}: {number!r} (row {row}) does not fit {self.spec.dtype}")
-        return tensor_of_numbers(rows, dtype)
+            return torch.tensor(numbers)
+        for row, number in enumerate(numbers):
+            if not number_fits(number, self.spec.dtype):
+                raise self._schema_error(f"the number {number!r} (row {row})")
+        return tensor_of_numbers(numbers, TORCH_DTYPES[self.spec.dtype])
 
     def _encode_objects(self, rows: list[Any]) -> tuple[FieldSpec, Int64s, Values]:
         """Encode Python values with the object codec. The length of an object is its size in bytes."""
         if self.spec.kind not in (None, FieldKind.OBJECT):
             kinds = sorted({type_name(row) for row in rows})
-            raise self._schema_error(f"objects (rows of type {first_few(kinds)})")
+            hint = "Pass a tensor or a numeric array for each row."
+            raise self._schema_error(f"objects (rows of type {first_few(kinds)})", hint)
         buffer, row_sizes = encode_rows(rows, field=self.name, pickles=self.pickles)
         sizes = np.array(row_sizes, dtype=np.int64)
         values = FlatValues(np.frombuffer(buffer, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
@@ -540,16 +551,18 @@ class _FieldEncoder:
     def _no_rows_error(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(f"field {self.name!r}: {what} without dimensions has no rows; expected [N, ...]")
 
-    def _schema_error(self, got: str) -> SchemaError:
-        """Return the error for values that do not fit the schema."""
-        hint = ""
-        if self.spec.kind in (FieldKind.DENSE, FieldKind.JAGGED) and not self.open:
+    def _schema_error(self, got: str, hint: str = "") -> SchemaError:
+        """Return the error for values that do not fit the schema. hint: replaces the usual remedy."""
+        if not hint and self.spec.kind in (FieldKind.DENSE, FieldKind.JAGGED) and not self.open:
             hint = (
                 'Convert the values; or, if the rows of the field have any shapes, declare FieldSpec("ragged") for it '
                 "in register_partition."
             )
-        elif self.spec.kind is FieldKind.OBJECT and self.spec.dtype is not None:
-            hint = f"The rows of the field are plain numbers: put a tensor [N] of a dtype that holds {self.spec.dtype}."
+        elif not hint and self.spec.kind is FieldKind.OBJECT and self.spec.dtype is not None:
+            hint = (
+                f"The rows of the field are plain numbers, which need {self.spec.dtype}: put a tensor [N] of that dtype "
+                "or of one that holds all of its numbers, or declare the field."
+            )
         return SchemaError(partition=self.partition, field=self.name, got=got, expected=str(self.spec), hint=hint)
 
     def _unsupported_error(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
