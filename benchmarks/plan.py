@@ -13,7 +13,6 @@ RAY = ("ray-numpy", "ray-tensors")
 STORES = ("local", "remote", "TransferQueue", *RAY)
 ALL = (*STORES, "raw-zmq", *CEILING)
 OURS = ("local", "remote")
-LASTING = ("journal", "disk")
 STORED = (Op.PUT, Op.READ)
 
 TOKENS = BatchSpec(shape=Shape.TOKENS, rows=512, length=1848)
@@ -59,7 +58,7 @@ def _alone(*cases: Case) -> list[tuple[Case, ...]]:
 
 
 def _main(quick: bool) -> tuple[Case, ...]:
-    step = (*OURS, *LASTING) if quick else (*OURS, *LASTING, "TransferQueue")
+    step = (*OURS, "journal") if quick else (*OURS, "journal", "TransferQueue")
     return (
         Case(name="put 19 MB jagged", op=Op.PUT, batch=TOKENS, systems=ALL),
         Case(name="8 padded slices", op=Op.SLICES, batch=TOKENS, systems=ALL),

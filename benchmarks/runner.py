@@ -64,16 +64,8 @@ ENTRIES: tuple[Entry, ...] = (
         process="journal",
         module="benchmarks.systems.dataplane_system",
         maker="DataPlane",
-        arguments={"durability": "process"},
+        arguments={"journal": True},
         how="local with a state directory: every command is written to the journal before its answer",
-    ),
-    Entry(
-        name="disk",
-        process="disk",
-        module="benchmarks.systems.dataplane_system",
-        maker="DataPlane",
-        arguments={"durability": "machine"},
-        how="the same, with fsync of rows and journal to the disk of the temporary directory",
     ),
     Entry(
         name="ray-numpy",

@@ -19,7 +19,6 @@ LONGEST_S = 2_000_000.0
 GIB = 1 << 30
 
 PATHS = ("arena_dir", "state_dir", "token_file", "tls_cert_file", "tls_key_file", "tls_ca_file")
-DURABILITIES = ("process", "machine")
 BULK_TRANSPORTS = ("zmq", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 OBJECTS = ("refuse", "pickle")
@@ -82,11 +81,9 @@ class DataPlaneConfig:
     copy_threads: number of threads with which a client copies large columns to and from shared memory, including the
         calling thread (1: only the calling thread). None uses one per available core, up to four.
     state_dir: a local directory from which a restarted service recovers after any kind of exit; None: no recovery.
-    durability: failures that a service with a state_dir survives. "process": its own crash. "machine": also a crash of
-        its machine; rows and journal are fsynced before a call returns, and arena_dir must be on a disk.
     checksums: rows that get a checksum from their writer, which readers compare (setting of a service). "across-hosts":
         all rows while clients and storage units are on several hosts, else rows sent over the network; readers that map
-        the memory do not compare. "always": all rows (default with durability "machine"). "never": no rows.
+        the memory do not compare. "always": all rows. "never": no rows.
     bulk_transport: transport of rows between hosts: "zmq", or "mooncake" (Mooncake's transfer engine), used if client
         and unit both select it and have it installed. Mooncake has no encryption or authentication: docs/transports.md.
         mooncake_protocol: "tcp" or "rdma", with the devices in mooncake_device (comma-separated; "": any).
@@ -125,7 +122,6 @@ class DataPlaneConfig:
     result_memory_bytes: int = 512 * MIB
     copy_threads: int | None = None
     state_dir: str | None = None
-    durability: str = "process"
     checksums: str = Checksums.ACROSS_HOSTS
     bulk_transport: str = "zmq"
     mooncake_protocol: str = "tcp"
@@ -155,10 +151,6 @@ class DataPlaneConfig:
             raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: expected 0 or more")
         if self.copy_threads is not None and self.copy_threads < 1:
             raise ValueError(f"copy_threads={self.copy_threads}: expected 1 or more")
-        if self.durability not in DURABILITIES:
-            raise ValueError(f"durability={self.durability!r}: expected one of {', '.join(DURABILITIES)}")
-        if self.durability == "machine" and self.state_dir is None:
-            raise ValueError('durability="machine" requires a state_dir on a disk, from which the service recovers')
         self._check_transport()
         if self.units < 0:
             raise ValueError(f"units={self.units}: expected 0 or more")

@@ -18,8 +18,6 @@ from dataplane.config import MIB, PATHS, TlsFiles
         {"capacity_bytes": 10},
         {"units": -1},
         {"checksums": "sometimes"},
-        {"durability": "for ever"},
-        {"durability": "machine"},
         {"result_memory_bytes": -1},
         {"copy_threads": 0},
         {"reserve_fraction": 1.0},

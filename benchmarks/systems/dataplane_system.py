@@ -18,15 +18,14 @@ CAPACITY_BYTES = 2 << 30
 class DataPlane:
     """One service process and one client in this process.
 
-    remote: never use shared memory. views: read whole batches with `copy=False`. durability: the service has a
-    state directory from which a restart restores it (`DataPlaneConfig.durability`); "machine": with the arenas
-    there too.
+    remote: never use shared memory. views: read whole batches with `copy=False`. journal: the service has a
+    state directory from which a restart restores it.
     """
 
-    def __init__(self, *, remote: bool = False, views: bool = False, durability: str | None = None) -> None:
+    def __init__(self, *, remote: bool = False, views: bool = False, journal: bool = False) -> None:
         self._remote = remote
         self._views = views
-        self._durability = durability
+        self._journal = journal
         self._state: tempfile.TemporaryDirectory[str] | None = None
         self._service: Service | None = None
         self._client: DataPlaneClient | None = None
@@ -37,16 +36,10 @@ class DataPlane:
         self._client.register_partition(PARTITION, [], None, ["train"])
 
     def _settings(self) -> dict[str, Any]:
-        if self._durability is None:
+        if not self._journal:
             return {"capacity_bytes": CAPACITY_BYTES}
         self._state = tempfile.TemporaryDirectory(prefix="tq-bench-")
-        arenas = {"arena_dir": self._state.name} if self._durability == "machine" else {}
-        return {
-            "capacity_bytes": CAPACITY_BYTES,
-            "state_dir": self._state.name,
-            "durability": self._durability,
-            **arenas,
-        }
+        return {"capacity_bytes": CAPACITY_BYTES, "state_dir": self._state.name}
 
     @property
     def client(self) -> DataPlaneClient:

@@ -18,7 +18,6 @@ from dataplane.cli.flags import typer_command
 from dataplane.cli.ls import ls
 from dataplane.cli.serve import serve
 from dataplane.cli.show import show
-from dataplane.cli.shrink import shrink
 from dataplane.cli.status import status
 from dataplane.cli.top import top
 from dataplane.cli.unit import unit
@@ -39,7 +38,7 @@ app = typer.Typer(
 _PANELS: dict[str, list[Callable[..., int]]] = {
     "Run a service": [serve, unit],
     "Look inside": [status, top, ls, show, why],
-    "Change and save": [clear, checkpoint, restore, shrink, drain, drop],
+    "Change and save": [clear, checkpoint, restore, drain, drop],
     "Check": [doctor],
 }
 for _panel, _functions in _PANELS.items():

@@ -104,12 +104,6 @@ class MemoryFlags:
         str | None,
         _memory(metavar="DIR", help="Local directory of the state that a restarted service restores."),
     ] = None
-    durability: Annotated[
-        Literal["process", "machine"],
-        _memory(
-            help="Crash that the state directory survives: of the process, or of the machine (with arenas on a disk)."
-        ),
-    ] = "process"
 
     bulk_transport: Annotated[
         Literal["zmq", "mooncake"],

@@ -220,10 +220,6 @@ class AsyncCalls:
         """See `DataPlaneClient.waits`."""
         return await self.perform(partitions.waits)
 
-    async def shrink(self, timeout_s: float | None = 30.0) -> c.Shrunken:
-        """See `DataPlaneClient.shrink`."""
-        return await self.perform(partitions.shrink, timeout_s)
-
     async def drain(
         self,
         unit: int,

@@ -421,14 +421,6 @@ class DataPlaneClient:
         deadline."""
         return self.perform(partitions.waits)
 
-    def shrink(self, timeout_s: float | None = 30.0) -> c.Shrunken:
-        """Return the memory of every storage unit above its highest used byte to the operating system, in whole
-        pages. Rows and free space below stay; the next puts grow the units again. Colocated trainers call it
-        between phases. Return when all units have responded, after `timeout_s` at the latest. `given_bytes` of the
-        result is the total; `units` has each unit, with an `error` if the unit is not connected, did not respond,
-        or has a file system without holes."""
-        return self.perform(partitions.shrink, timeout_s)
-
     def drain(
         self,
         unit: int,

@@ -168,9 +168,9 @@ class UnitConnections:
         return next((unit for unit, connection in list(self._connections.items()) if connection.local), None)
 
     def mapped(self, units: Iterable[int]) -> bool:
-        """Return whether the arenas of these units are mapped and need no fsync, so that copies do not block."""
+        """Return whether the arenas of these units are mapped, so that copies do not block."""
         connections = [self._connections.get(unit) for unit in units]
-        return all(each is not None and each.local and not each.info.fsynced for each in connections)
+        return all(each is not None and each.local for each in connections)
 
     def write(
         self,
@@ -198,9 +198,8 @@ class UnitConnections:
         unfinished: set[int],
     ) -> None:
         """Copy the values for mapped arenas directly and send all others."""
-        # remote: unit -> offsets and, for each offset, the buffers to send. written: unit -> (offset, size) of copies.
+        # remote: unit -> offsets and, for each offset, the buffers to send.
         remote: dict[int, tuple[list[int], list[list[Any]]]] = {}
-        written: dict[int, list[tuple[int, int]]] = {}
         # Long runs, which `column.write` does not copy itself: the copier may copy them in parallel.
         later: list[Run] = []
         on_device = [column.values.device for column in columns]
@@ -213,14 +212,11 @@ class UnitConnections:
                 target, device = arena.writable(placement.offset, size), on_device[placement.column]
                 with contextlib.nullcontext() if device == CPU else _access(arena, placement.offset + size, device):
                     column.write(placement.first, placement.last, target, later)
-                written.setdefault(placement.unit, []).append((placement.offset, size))
             else:
                 offsets, buffers = remote.setdefault(placement.unit, ([], []))
                 offsets.append(placement.offset)
                 buffers.append(column.buffers(placement.first, placement.last))
         self._copier(later)
-        for unit, ranges in written.items():
-            self._fsync(unit, ranges)
         if remote:
             self._send(remote, reservation, unfinished)
 
@@ -237,17 +233,6 @@ class UnitConnections:
             unfinished.discard(unit)
 
         self.together.run([partial(send, unit) for unit in remote])
-
-    def _fsync(self, unit: int, ranges: list[tuple[int, int]]) -> None:
-        """Fsync the ranges (offset, size) of the mapped arena if the unit's rows must survive a machine crash."""
-        connection = self.connection(unit)
-        if not connection.info.fsynced or connection.arena is None:
-            return
-        failpoints.hit("put.before_force")
-        try:
-            connection.arena.force(*zip(*ranges, strict=True))  # the offsets, the sizes
-        except OSError as error:
-            raise StorageUnitError(unit=unit, endpoint=str(connection.arena.path), why=str(error)) from error
 
     def stop(self, reservation: int, unfinished: set[int]) -> None:
         """Make the `unfinished` units reject every write of the reservation. Units that confirm are removed from

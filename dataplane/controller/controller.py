@@ -150,7 +150,6 @@ class Controller:
             heartbeat_s=config.heartbeat_s,
             put_timeout_s=PUT_TIMEOUT_S if config.put_timeout_s is None else config.put_timeout_s,
             durable=self._durable is not None,
-            fsynced=self._durable is not None and self._durable.fsynced,
             curve_key="" if self._keys is None else self._keys.public,
             service=self._persistent_token("service", 16),
             instance=instance,
@@ -161,9 +160,8 @@ class Controller:
         if self._durable is not None:
             self._durable.remember(port=port)
         hit("controller.bound")
-        sync = self._durable.sync if self._durable is not None and facts.fsynced else None
         recorder = None if config.http_port is None else Recorder()
-        self._ledger_thread = LedgerThread(ledger, zmq_server, facts, sync=sync, watch=recorder)
+        self._ledger_thread = LedgerThread(ledger, zmq_server, facts, watch=recorder)
         self._ledger_thread.start()
         health = ServiceHealth(self._ledger_thread)
         grpc.serve(self._ledger_thread, facts, health.why_not)
@@ -188,7 +186,7 @@ class Controller:
             reserve_fraction=config.reserve_fraction,
             heartbeat_s=config.heartbeat_s,
             session_timeout_s=config.session_timeout_s,
-            checksums=_checksum_policy(config),
+            checksums=Checksums(config.checksums),
             low_watermark=config.low_watermark,
             high_watermark=config.high_watermark,
         )
@@ -196,7 +194,7 @@ class Controller:
             return self._given_ledger
         if config.state_dir is None:
             return Ledger(self._epoch, **vars(settings))
-        self._durable = DurableLedger.open(config.state_dir, settings, fsynced=config.durability == "machine")
+        self._durable = DurableLedger.open(config.state_dir, settings)
         self._epoch = self._durable.epoch
         return self._durable
 
@@ -276,12 +274,3 @@ def _with_port_hint(error: OSError, port: int) -> OSError:
         return error
     hint = f"The service had port {port} before, and clients reconnect to it: stop that process, or set another port."
     return PortTakenError(address=error.address, holder=error.holder, hint=hint)
-
-
-def _checksum_policy(config: DataPlaneConfig) -> Checksums:
-    """Return the configured checksum policy. Durability "machine" replaces the default by "always": a restart after a
-    crash verifies all rows."""
-    configured = Checksums(config.checksums)
-    if config.durability == "machine" and configured is Checksums.ACROSS_HOSTS:
-        return Checksums.ALWAYS
-    return configured

@@ -52,17 +52,15 @@ class LedgerSettings:
 class DurableLedger:
     """The ledger of a state directory, for `LedgerThread`. Its clock continues where the previous epoch's stopped.
 
-    `epoch` is greater than all earlier epochs. `recovered`: whether the directory had a state to restore. `fsynced`:
-    whether the state survives a machine crash. A separate process creates images of a large ledger from the journal, so
+    `epoch` is greater than all earlier epochs. `recovered`: whether the directory had a state to restore. A
+    separate process creates images of a large ledger from the journal, so
     that the service does not pause.
     """
 
-    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool, fsynced: bool) -> None:
+    def __init__(self, journal: Journal, ledger: Ledger, epoch: int, *, recovered: bool) -> None:
         """Internal constructor; use `open`."""
         self.epoch = epoch
         self.recovered = recovered
-        self.fsynced = fsynced
-        self._unsynced = False  # an input was appended that `sync` must fsync
         self._tick: c.Tick | None = None  # applied, but not appended yet
         self._journal = journal
         self._ledger = ledger
@@ -70,34 +68,32 @@ class DurableLedger:
         self._images = _ImageWriter(journal, ledger)
 
     @classmethod
-    def open(cls, directory: str | Path, settings: LedgerSettings, *, fsynced: bool = False) -> DurableLedger:
+    def open(cls, directory: str | Path, settings: LedgerSettings) -> DurableLedger:
         """Restore the state in `directory`, or create a new one. Blocks while the journal is replayed: about a second
-        for 20,000 commands. fsynced: inputs covered by a completed `sync` survive a machine crash.
+        for 20,000 commands.
 
         Raises StateDirError if another process uses the directory, or its state is unreadable, damaged or of another
-        version. A state that a machine crash may have damaged (not fsynced, no clean stop, and a reboot since) is set
+        version. A state that a machine crash may have damaged (no clean stop, and a reboot since) is set
         aside, and a new state is created.
         """
         journal = Journal.open(directory)
         try:
             if _may_be_incomplete(journal):
                 journal = _set_aside(journal)
-            return cls._start_epoch(journal, settings, fsynced)
+            return cls._start_epoch(journal, settings)
         except BaseException:
             journal.close()
             raise
 
     @classmethod
-    def _start_epoch(cls, journal: Journal, settings: LedgerSettings, fsynced: bool) -> DurableLedger:
+    def _start_epoch(cls, journal: Journal, settings: LedgerSettings) -> DurableLedger:
         """Restore or create the ledger, start a new epoch and apply the effects of the restart. Their outputs are
         dropped, because no unit or client is connected yet."""
         epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)  # the clock may have been set back
         recovered = journal.fact("image") is not None
-        booted_before, fsynced_before = journal.fact("boot"), journal.fsynced  # read before they are replaced
+        booted_before = journal.fact("boot")  # read before it is replaced
         if not recovered and journal.last:  # records without the image that they continue
             raise journal.facts_missing()
-        if fsynced:
-            journal.force()  # makes the journal fsynced
         if recovered:
             ledger = rebuild(journal)
             hit("journal.replayed")
@@ -105,15 +101,14 @@ class DurableLedger:
             ledger = Ledger(epoch, **vars(settings))
             journal.write_image(0, ledger.image())  # before the first record, which has number 1
             journal.begin_from(0)
-        journal.set_facts(epoch=epoch, boot=boot_id(), clean=0, fsynced=int(fsynced))
+        journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
         hit("journal.taken_over")
-        durable = cls(journal, ledger, epoch, recovered=recovered, fsynced=fsynced)
+        durable = cls(journal, ledger, epoch, recovered=recovered)
         durable._images.begin()
         if recovered:
             durable._record_and_apply(c.Restarted(epoch=epoch, **vars(settings)))
-            if booted_before != boot_id() and not fsynced_before:  # fsynced arenas survive a reboot
+            if booted_before != boot_id():
                 durable._drop_units_of(str(booted_before))
-        durable.sync()
         return durable
 
     def _drop_units_of(self, host: str) -> None:
@@ -129,7 +124,6 @@ class DurableLedger:
         self._journal.append(*appended)
         self._tick = None
         hit("journal.after_append")
-        self._unsynced = self._unsynced or (self.fsynced and not _may_be_lost(item))
         try:
             outputs = self._ledger.apply(item)
         finally:  # the records count, also if the ledger failed on the last one
@@ -159,13 +153,6 @@ class DurableLedger:
         outputs = self._ledger.apply(tick)
         assert not outputs, f"nothing was due at {tick.now}, but {outputs}"
         return outputs
-
-    def sync(self) -> None:
-        """Fsync all applied inputs if `fsynced`, so that their outputs can be delivered. Blocks for the disk. Raises
-        StateDirError if that fails: the outputs must be discarded and the service must stop."""
-        if self._unsynced:
-            self._journal.sync()
-            self._unsynced = False
 
     def next_deadline(self) -> float | None:
         """Return `Ledger.next_deadline`, converted to the clock of the ticks passed to `apply`."""
@@ -343,20 +330,11 @@ class _ImageWriter:
             self._process = None
 
 
-def _may_be_lost(item: c.Input) -> bool:
-    """Return whether the input may be lost in a machine crash, because it changes nothing that outlives the epoch.
-
-    Calls that confirm answers must survive: the client does not repeat the confirmation after the call is answered."""
-    if isinstance(item, c.Call):
-        return not item.confirmed and not item.command.lasting
-    return isinstance(item, c.Tick | c.Heartbeat | c.SessionAlive)
-
-
 def _may_be_incomplete(journal: Journal) -> bool:
     """Return whether a crash of the machine may have lost the end of the journal: it was rebooted, and before that the
-    journal was neither closed properly nor fsynced."""
+    journal was not closed properly."""
     booted = journal.fact("boot")
-    return booted is not None and booted != boot_id() and not journal.fact("clean") and not journal.fsynced
+    return booted is not None and booted != boot_id() and not journal.fact("clean")
 
 
 def _set_aside(journal: Journal) -> Journal:

@@ -34,7 +34,7 @@ TICK_S = 0.005
 FORGET_S = 300.0
 """ZMQ clients resend pending calls far more often than this, so calls not resent for this long are abandoned."""
 TOGETHER = 64
-"""Maximum number of ZMQ messages of an iteration, which share one fsync."""
+"""Maximum number of ZMQ messages of an iteration."""
 _FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_added"}
 INSPECT_S = 10.0
 """Timeout in seconds of `LedgerThread.inspect`."""
@@ -65,7 +65,6 @@ class LoopObserver(Protocol):
     busy_s: float
 
     def answered(self, item: c.Input, output: c.Output, began: float) -> None: ...
-    def synced(self, took_s: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -92,9 +91,7 @@ class LedgerThread:
     delivered in the ledger's order. An exception in the ledger is logged with its input and answered with
     `InternalError`. An input that the journal cannot record is rejected and changes nothing.
 
-    With `sync`, the outputs of an iteration are delivered after one call of `sync`. If
-    `sync` fails, these outputs are discarded and the thread stops. `ended` is set when the thread has stopped.
-    `watch` observes every delivered answer and the busy time of the thread.
+    `ended` is set when the thread has stopped. `watch` observes every delivered answer and the busy time of the thread.
     """
 
     def __init__(
@@ -104,13 +101,10 @@ class LedgerThread:
         facts: Facts,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sync: Callable[[], None] | None = None,
         watch: LoopObserver | None = None,
     ) -> None:
         self._ledger = ledger
         self._observer = watch
-        self._sync = sync
-        self._outgoing: list[c.Output] = []  # with `sync`: the outputs that wait for it
         self._zmq = zmq_server
         self._facts = facts
         self._clock = clock
@@ -225,11 +219,8 @@ class LedgerThread:
                 if self._zmq.monitor in ready:
                     _run_guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
                 self._drop_abandoned()
-                self._deliver_outgoing()
                 if self._observer is not None:
                     self._observer.busy_s += self._observer.clock() - woken
-        except StateDirError as error:
-            log.critical("Service stops: the journal cannot be synced, so pending answers are discarded: %s", error)
         except Exception:
             log.critical("Service stops: the ledger thread failed", exc_info=True)
         finally:
@@ -241,21 +232,6 @@ class LedgerThread:
             if not self._zmq.serve(self) or self._inbox:
                 return
 
-    def _deliver_outgoing(self) -> None:
-        """Sync the journal and deliver the outputs that waited for it. Without `sync` no output waits."""
-        if self._sync is not None and self._outgoing:
-            self._sync_journal(self._sync)
-            outgoing, self._outgoing = self._outgoing, []
-            self._deliver_all(outgoing)
-
-    def _sync_journal(self, sync: Callable[[], None]) -> None:
-        """Call `sync`, and report its duration to the observer."""
-        if self._observer is None:
-            sync()
-            return
-        began = self._observer.clock()
-        sync()
-        self._observer.synced(self._observer.clock() - began)
 
     def _now(self) -> float:
         """Return the time of the ledger's clock, which excludes pauses of this process."""
@@ -303,8 +279,7 @@ class LedgerThread:
         self._apply(item)
 
     def _apply(self, item: c.Input) -> None:
-        """Apply `item` and deliver its outputs: at once, or with `sync` by `_deliver_outgoing`, after the next sync. If
-        the ledger raises, the output is the rejection of `item`."""
+        """Apply `item` and deliver its outputs. If the ledger raises, the output is the rejection of `item`."""
         try:
             outputs = self._ledger.apply(item)
         except StateDirError as error:
@@ -315,9 +290,7 @@ class LedgerThread:
             log.exception("Ledger failed on %r", item)
             answer = rejection_of(item, InternalError(what=f"{_name_of(item)}: {error!r}"))
             outputs = [] if answer is None else [answer]
-        if self._sync is not None:
-            self._outgoing += outputs
-        elif len(outputs) == 1:
+        if len(outputs) == 1:
             self._deliver(outputs[0])
         elif outputs:
             self._deliver_all(outputs)

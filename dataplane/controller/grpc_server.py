@@ -341,10 +341,6 @@ class _Service:
             if not isinstance(add, c.AddUnit):
                 raise InvalidRequestError("the first report of a storage unit must be AddUnit")
             check_version(request.add.protocol_version)
-            if self._facts.fsynced and not add.fsynced:
-                raise InvalidRequestError(
-                    f"storage unit {add.name!r} was started without --durability machine, which this service requires"
-                )
             output = await self._submit(add, order)
             assert isinstance(output, c.UnitAdded)
             if output.error is not None:

@@ -6,8 +6,7 @@
     image-N          the ledger as of record N; the log continues from there
 
 Appended records survive a process crash at any moment, because `append` returns after handing them to the kernel. A
-machine crash may lose records that were not fsynced. An fsynced journal keeps everything up to the last `sync`. Any
-other journal may lose everything, unless the fact `clean` records that it was closed properly.
+machine crash may lose everything, unless the fact `clean` records that the journal was closed properly.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from typing import Any, Self
 from dataplane.controller.journal_end import LogEnd
 from dataplane.core.failpoints import hit
 from dataplane.core.file_locks import HeldFile, file_system, is_local
-from dataplane.core.fsync import sync_path
-from dataplane.core.private_dir import make_private, private, refuse_link_of_another
+from dataplane.core.private_dir import make_private, private, refuse_link_of_another, sync_path
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32
@@ -141,11 +139,6 @@ class Log:
         return number, content[4:]
 
     @property
-    def fsynced(self) -> bool:
-        """Whether the journal is fsynced by `sync`, so that it survives a machine crash."""
-        return bool(self.fact("fsynced"))
-
-    @property
     def covered(self) -> int:
         """Number of the last record in the last image; 0 if there is no image."""
         return self.number("image") or 0
@@ -181,21 +174,15 @@ class Log:
                 return
 
     def write_image(self, number: int, image: bytes) -> None:
-        """Write the ledger as of record `number` next to the journal, atomically; see `image` for the format. If the
-        journal is fsynced, the image is on disk on return."""
+        """Write the ledger as of record `number` next to the journal, atomically; see `image` for the format."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
         with self._state_error("cannot be written", path.name):
             with open(aside, "wb", opener=private) as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))  # the checksum that `image` verifies
                 file.write(image)
-                if self.fsynced:
-                    file.flush()
-                    os.fsync(file.fileno())
             hit("image.before_rename")
             os.replace(aside, path)
-            if self.fsynced:
-                sync_path(self.directory)
 
     def error(self, why: str, hint: str = "") -> StateDirError:
         return StateDirError(directory=str(self.directory), why=why, hint=hint)
@@ -228,8 +215,7 @@ class Journal(Log):
     """Write access to the journal, for the service process. Not thread-safe.
 
     `_last`: number of the last record. `_droppable`: records up to this number are covered by the image, and `append`
-    deletes them; 0: none are left. `_fsynced`: `force` was called in this epoch, so `sync` fsyncs `_log_fd`, the
-    write-ahead log; the property `fsynced` is the stored fact. `_end`: the file `journal.end`.
+    deletes them; 0: none are left. `_end`: the file `journal.end`.
     """
 
     def __init__(self, directory: Path, lock: HeldFile) -> None:
@@ -238,8 +224,6 @@ class Journal(Log):
         self._lock = lock
         self._last = 0
         self._droppable = 0
-        self._fsynced = False
-        self._log_fd = -1
         super().__init__(directory)
         try:
             self._end = LogEnd(directory / END_NAME)
@@ -296,24 +280,6 @@ class Journal(Log):
 
     def _has_records(self) -> bool:
         return self._db.execute("SELECT 1 FROM log LIMIT 1").fetchone() is not None
-
-    def force(self) -> None:
-        """Make the journal fsynced: from now on `sync` writes appended records to disk. Fsyncs the existing records."""
-        with self._state_error("cannot be written"):
-            self._fsynced = True
-            self._checkpoint()
-            self._end.fsynced(self._last)
-            # SQLite orders its writes so that the log stays consistent in a machine crash; `sync` does the rest.
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._log_fd = os.open(self.directory / f"{LOG_NAME}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        self.set_facts(fsynced=1)
-
-    def sync(self) -> None:
-        """Fsync all appended records. Blocks for the disk, about a millisecond on a fast one. Raises StateDirError if
-        the fsync fails; the journal must then not be used any further."""
-        with self._state_error("cannot be fsynced"):
-            os.fdatasync(self._log_fd)
-            self._end.fsynced(self._last)
 
     def _check_end(self) -> None:
         """Find the end of the log and check it against `journal.end`. Delete images of interrupted epochs."""
@@ -396,8 +362,6 @@ class Journal(Log):
         hit("image.before_begin")
         previous = self.number("image")
         self._set_facts(image=number)
-        if self._fsynced:  # on disk before the records and the previous image are deleted
-            self.sync()
         self._droppable = number
         hit("image.begun")
         if previous is not None and previous != number:
@@ -411,7 +375,7 @@ class Journal(Log):
             try:
                 self._set_facts(**facts)
             finally:
-                self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._fsynced else 'OFF'}")
+                self._db.execute("PRAGMA synchronous = OFF")
 
     def _set_facts(self, **facts: int | str) -> None:
         """Store `facts` atomically. The present `PRAGMA synchronous` determines when they are on disk."""
@@ -445,7 +409,7 @@ class Journal(Log):
 
     def _checkpoint(self) -> None:
         """Fsync the image and the directory, and write the write-ahead log to the database. Leaves `PRAGMA synchronous`
-        at FULL; both callers set it again."""
+        at FULL."""
         sync_path(self.image_path(self.covered))
         sync_path(self.directory)
         self._db.execute("PRAGMA synchronous = FULL")
@@ -455,6 +419,3 @@ class Journal(Log):
         """Close all files except the lock."""
         super().close()
         self._end.close()
-        if self._log_fd >= 0:
-            os.close(self._log_fd)
-            self._log_fd = -1

@@ -27,8 +27,8 @@ CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.Dro
 class Facts:
     """Properties of a service that its servers report to clients.
 
-    `endpoints`: ZMQ endpoints, ipc first; the client replaces a host `*`. `durable`: the state survives a restart;
-    `fsynced`: it survives a machine crash too. `curve_key`: public key of the ZMQ server, "" without encryption.
+    `endpoints`: ZMQ endpoints, ipc first; the client replaces a host `*`. `durable`: the state survives a restart.
+    `curve_key`: public key of the ZMQ server, "" without encryption.
     `service`: public name of the state; `instance`: public name of this start; `secret`: key of the proof and the
     ticket, "" if none; `sends_secret`: whether GetKeys returns it (to clients with a TLS certificate)."""
 
@@ -39,7 +39,6 @@ class Facts:
     heartbeat_s: float
     put_timeout_s: float = PUT_TIMEOUT_S
     durable: bool = False
-    fsynced: bool = False
     curve_key: str = ""
     service: str = ""
     instance: str = ""

@@ -35,17 +35,15 @@ class RegisteredMemory:
     """The registration of the first bytes of a mapping with CUDA, which makes them accessible to the GPUs of this
     process. Callers of `cover` hold `lock`.
 
-    memory: the mapping. backed: returns how many of its bytes have memory now, and a number that changes whenever the
-    pages of some bytes are replaced: a registration keeps the pages that the mapping had when it was made. `_refused`:
-    the smallest size that CUDA refused.
+    memory: the mapping. backed_bytes: returns how many of its bytes have memory now. `_refused`: the smallest size that
+    CUDA refused.
     """
 
-    def __init__(self, memory: UInt8s, backed: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, memory: UInt8s, backed_bytes: Callable[[], int]) -> None:
         self._memory = memory
-        self._backed = backed
+        self._backed_bytes = backed_bytes
         self._owner = os.getpid()
         self._nbytes = 0
-        self._version = 0
         self._refused: float = math.inf
 
     def cover(self, nbytes: int) -> bool:
@@ -54,17 +52,15 @@ class RegisteredMemory:
         A new registration takes time in proportion to its size (see `docs/concepts/gpu.md`). It replaces the previous
         one and has at least twice its size, if possible.
         """
-        backed_bytes, version = self._backed()
-        if version != self._version:
-            self._end()
         if self._nbytes >= nbytes:
             return True
+        backed_bytes = self._backed_bytes()
         if nbytes > backed_bytes or nbytes >= self._refused:
             return False
         earlier = self._nbytes
         self._end()
         preferred = min(backed_bytes, max(nbytes, 2 * earlier, _STEP_BYTES))
-        if self._begin(preferred, version) or self._begin(nbytes, version):
+        if self._begin(preferred) or self._begin(nbytes):
             return True
         self._refused = nbytes
         log.warning(
@@ -73,12 +69,12 @@ class RegisteredMemory:
             f"{nbytes:,}",
         )
         if earlier:
-            self._begin(earlier, version)
+            self._begin(earlier)
         return False
 
-    def _begin(self, nbytes: int, version: int) -> bool:
+    def _begin(self, nbytes: int) -> bool:
         """Register the first `nbytes`. Return whether CUDA did it."""
-        self._nbytes, self._version = nbytes, version  # first, so that an interrupt after the call is not lost
+        self._nbytes = nbytes  # first, so that an interrupt after the call is not lost
         try:
             registered = _register(address(self._memory), nbytes)
         except BaseException:

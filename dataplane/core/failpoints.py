@@ -20,7 +20,6 @@ NAMES = frozenset(
         "call.*.before",
         "call.*.after",
         "put.mid_copy",
-        "put.before_force",
         "put.before_commit",
         "move.mid_copy",
         "move.before_switch",
@@ -55,8 +54,6 @@ NAMES = frozenset(
         "unit.fence.before",
         "unit.fence.after",
         "unit.before_grown",
-        "unit.mid_compaction",
-        "unit.before_compacted",
         # The controller.
         "journal.before_append",
         "journal.appended",

@@ -110,3 +110,13 @@ def _is_private(mode: int) -> bool:
 
 def _kind(mode: int) -> str:
     return "a symbolic link" if stat.S_ISLNK(mode) else "a file"
+
+
+def sync_path(path: Path) -> None:
+    """Sync a file, or the entries of a directory, to the disk. Does nothing if the path does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -59,15 +59,6 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
     return numbers, offsets[firsts].tolist(), ends[lasts].tolist()
 
 
-def merge_copies(sources: Int64s, targets: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Merge copies that are adjacent in both source and target. Takes and returns sources, targets and sizes, of at
-    least one copy; no copy may be empty."""
-    # Copy i is the last one of a merged copy if copy i + 1 does not follow it in both.
-    lasts = np.flatnonzero((sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1]))
-    firsts = np.concatenate((np.zeros(1, np.int64), lasts + 1))
-    return sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts)
-
-
 def gather(
     buffers: Sequence[UInt8s],
     which: Int32s | None,

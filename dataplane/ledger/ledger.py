@@ -22,19 +22,17 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import Pressure
 from dataplane.ledger.allocation.reservations import Reservations
-from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.encoding.image import ImageError, dump, load
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import Commits
-from dataplane.ledger.samples.compaction import Compactions
 from dataplane.ledger.samples.drain import Drains
 from dataplane.ledger.samples.inspection import Inspection
 from dataplane.ledger.samples.locate import Reads
 from dataplane.ledger.samples.partitions import Partitions, UnitReports
 from dataplane.ledger.samples.snapshots import Saves
 from dataplane.ledger.state.limits import Limits, check_limit
-from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
+from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, Session
 from dataplane.ledger.state.state import State
 
 _EXEMPT_FROM_LIMIT = (c.Abort, c.Release, c.Unclaim, c.Bye)
@@ -85,11 +83,9 @@ class Ledger:
         self._inspection = Inspection(self._state)
         self._partitions = Partitions(self._state, self._claims.removed_task_error)
         self._saves = Saves(self._state, self._partitions)
-        self._shrinks = Shrinks(self._state)
         self._drains = Drains(self._state, self._commits)
-        self._compactions = Compactions(self._state, self._drains)
         self._pressure = Pressure(self._state)
-        self._units = UnitReports(self._state, self._reservations, self._liveness, self._shrinks, self._compactions)
+        self._units = UnitReports(self._state, self._reservations, self._liveness)
         self._inspections = self._inspection_table()
         self._handlers = self._command_table()
         self._reports = self._report_table()
@@ -133,7 +129,6 @@ class Ledger:
         """Return the ledger time at which the next `Tick` is due at the latest, or None if nothing can time out."""
         state = self._state
         times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
-        times.append(self._compactions.next_search_at())
         times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
         if state.sessions:  # a longer gap between ticks means that the ledger was paused (`Liveness.check_sessions`)
             times.append(state.now + state.heartbeat_s)
@@ -201,9 +196,6 @@ class Ledger:
             c.UnitLost: self._units.lost,
             c.DropUnit: self._units.drop,
             c.Grown: self._units.grown,
-            c.Shrunk: self._shrinks.shrunk,
-            c.Compacted: self._compactions.compacted,
-            c.RowsChecked: self._units.rows_checked,
             c.Restarted: self._restart,
             c.Tick: self._tick,
         }
@@ -232,7 +224,6 @@ class Ledger:
             c.SetTags: self._partitions.set_tags,
             c.SetVersion: self._partitions.set_version,
             c.List: self._reads.list_samples,
-            c.Shrink: self._shrinks.shrink,
             c.Save: self._saves.save,
             c.ReadSaved: self._saves.read_saved,
             c.Stage: self._saves.stage,
@@ -401,8 +392,8 @@ class Ledger:
             self._state.touch(partition)  # and its claims
 
     def _tick(self, item: c.Tick) -> None:
-        """Advance the clock. Expires leases and overdue groups, checks sessions, serves parked calls, ends those
-        that reached their deadline, and compacts arenas for the remaining puts."""
+        """Advance the clock. Expires leases and overdue groups, checks sessions, serves parked calls, and ends
+        those that reached their deadline."""
         state = self._state
         gap = item.now - state.now
         state.now = max(state.now, item.now)
@@ -420,7 +411,6 @@ class Ledger:
             if parked is not None:
                 self._time_out(parked)
         self._serve_parked_calls()
-        self._compactions.search()
 
     def _time_out(self, parked: Parked) -> None:
         """End a call that reached its deadline."""
@@ -435,8 +425,6 @@ class Ledger:
         """Return the result or error of a call that reached its deadline."""
         if isinstance(parked, ParkedClaim):
             return self._claims.timeout_error(parked)
-        if isinstance(parked, ParkedShrink):
-            return self._shrinks.timeout_result(parked)
         if isinstance(parked, ParkedFind):
             return self._drains.timeout_result(parked)
         assert isinstance(parked, ParkedAllocate)

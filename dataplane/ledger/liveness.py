@@ -274,18 +274,6 @@ class Liveness:
             elif session.silent and unit in session.attached:
                 self._probe(session)
 
-    def machine_restarted(self, unit: int, host: str) -> None:
-        """The unit's machine, whose boot id was `host`, rebooted: end all sessions that ran there, and free what they
-        held in the unit."""
-        for session in [each for each in self.state.sessions.values() if each.host == host]:
-            session.attached.pop(unit, None)
-            self._free_held_on(session, unit)
-            session.fencing.pop(unit, None)
-            if session.live:
-                self.end(session, "its machine was rebooted")
-            else:
-                self._remove_if_done(session)
-
     def unit_dropped(self, unit: int) -> None:
         """Forget what sessions held on a unit whose extents are about to be removed. A piece of a reservation is
         (first, last, extent, offset)."""

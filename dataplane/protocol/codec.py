@@ -26,9 +26,6 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.SessionGone,
     c.SessionAlive,
     c.Grown,
-    c.Shrunk,
-    c.Compacted,
-    c.RowsChecked,
     c.Tick,
 )
 """The unnumbered inputs with a message: every `Input` except `Call` and `Restarted`, which stays in its process."""

@@ -7,9 +7,7 @@ from dataplane.ledger import commands as c
 from dataplane.protocol import codec
 from dataplane.protocol.pb import control_pb2 as pb
 
-Report = (
-    c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown | c.Shrunk | c.Compacted | c.RowsChecked
-)
+Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown
 
 _REPORTS: dict[str, type[c.Input]] = {
     "add": c.AddUnit,
@@ -17,17 +15,11 @@ _REPORTS: dict[str, type[c.Input]] = {
     "gone": c.SessionGone,
     "alive": c.SessionAlive,
     "grown": c.Grown,
-    "shrunk": c.Shrunk,
-    "checked": c.RowsChecked,
-    "compacted": c.Compacted,
 }
 _ORDERS: dict[str, type[c.Output]] = {
     "added": c.UnitAdded,
     "fence": c.FenceSession,
     "grow": c.GrowArena,
-    "shrink": c.ShrinkArena,
-    "check": c.CheckRows,
-    "compact": c.CompactArena,
 }
 _REPORT_NAMES = {value: name for name, value in _REPORTS.items()}
 _ORDER_NAMES = {value: name for name, value in _ORDERS.items()}

@@ -9,7 +9,6 @@ that memory is available before it adds some, so a full file system raises an er
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import logging
@@ -17,7 +16,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,6 @@ from dataplane.core.file_locks import (
     sweep,
     unlink_unheld,
 )
-from dataplane.core.fsync import force_ranges, sync_path
 from dataplane.core.memory_limits import available_memory
 from dataplane.errors import ArenaSpaceError
 
@@ -63,22 +61,18 @@ GROW_STEP_BYTES = 32 * MIB
 SHARE_OF_FILE_SYSTEM = 0.3
 SHARE_OF_AVAILABLE = 0.5
 
-HEADER = struct.Struct("<8sII16sQQQQ")
-"""Magic, format, header bytes, cookie, epoch, capacity, backed bytes, and the number of shrinks."""
-BACKED_AT = HEADER.size - 16
-SHRINKS_AT = HEADER.size - 8
+HEADER = struct.Struct("<8sII16sQQQ")
+"""Magic, format, header bytes, cookie, epoch, capacity and backed bytes."""
+BACKED_AT = HEADER.size - 8
 _KEEPER_AT = 1024
 _KEEPER = struct.Struct("<QH")
 """The mount namespace in which the path of the arena's keeper is valid (see `_mounts`), and the path's length."""
 LAST_EPOCH = (1 << 63) - 1
 _MAGIC = b"TQARENA\0"
-FORMAT = 4
+FORMAT = 5
 _CHALLENGES_AT = PAGE_BYTES
 _CHALLENGE_BYTES = 32
 _CHALLENGE_SLOTS = (HEADER_BYTES - _CHALLENGES_AT) // _CHALLENGE_BYTES
-
-_FALLOC_KEEP_SIZE = 1
-_FALLOC_PUNCH_HOLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +110,12 @@ class Arena:
         epoch: int,
         cookie: bytes,
         backed_bytes: int,
-        fsynced: bool,
-        shrinks: int = 0,
     ) -> None:
         """Map `file`, the locked arena file at `path`, and write its header. Use `create` or `adopt` instead."""
         self.path = path
-        self.fsynced = fsynced  # whether the arena survives a restart of the machine
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self.backed_bytes = backed_bytes
-        self.shrinks = shrinks  # number of calls of `punch` that freed memory, over all epochs
         self.cookie = cookie  # the random identity of the arena; its later epochs keep it
         self._file = file
         self._owner = os.getpid()  # only this process unlinks the file
@@ -137,11 +127,10 @@ class Arena:
         finally:
             os.close(map_fd)
         self._map.madvise(mmap.MADV_DONTDUMP)
-        header = HEADER.pack(_MAGIC, FORMAT, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes, shrinks)
+        header = HEADER.pack(_MAGIC, FORMAT, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
         self._map[: len(header)] = header
         self._whole: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
         self._data: Bytes | None = self._whole[HEADER_BYTES:]
-        self._force_header()
 
     @classmethod
     def create(
@@ -151,11 +140,9 @@ class Arena:
         *,
         epoch: int,
         keeper: Path | None = None,
-        fsynced: bool = False,
     ) -> Arena:
         """Create an arena of `capacity_bytes` (rounded down to whole pages, at least one), without backed bytes.
-        keeper: a file; as long as it exists, the arena outlives its unit (see `sweep_recorded`). fsynced: the arena
-        survives a restart of the machine; its header is always on disk and `force` writes the rest. Raises
+        keeper: a file; as long as it exists, the arena outlives its unit (see `sweep_recorded`). Raises
         ArenaSpaceError if `directory` has less than `capacity_bytes` available.
         """
         capacity_bytes = max(PAGE_BYTES, _round_down(capacity_bytes, PAGE_BYTES))
@@ -170,11 +157,8 @@ class Arena:
         try:
             os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
             os.posix_fallocate(file.fd, 0, HEADER_BYTES)
-            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), backed_bytes=0, fsynced=fsynced)
+            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), backed_bytes=0)
             arena._write_keeper(keeper)
-            arena._force_header()  # again, because the keeper was written after the constructor forced it
-            if fsynced:
-                sync_path(path.parent)
             return arena
         except BaseException as error:
             path.unlink()  # before the lock is released
@@ -184,9 +168,9 @@ class Arena:
             raise
 
     @classmethod
-    def adopt(cls, path: str | Path, *, epoch: int, fsynced: bool = False) -> Arena:
+    def adopt(cls, path: str | Path, *, epoch: int) -> Arena:
         """Open the arena that an earlier epoch of the unit left at `path`, with its content. The new epoch is `epoch`,
-        or the last epoch plus one if that is greater (the machine's clock was set back). fsynced: as in `create`.
+        or the last epoch plus one if that is greater (the machine's clock was set back).
 
         Raises OSError if the file does not exist, BlockingIOError while another process holds it, ValueError if it is
         not an intact arena, `ArenaFormatError` if it has another format.
@@ -200,13 +184,13 @@ class Arena:
             capacity = check_header(raw, path, cookie=None)
             if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
                 raise ValueError(f"{path}: the arena file is truncated")
-            *_, cookie, previous_epoch, _, backed, shrinks = HEADER.unpack(raw)
+            *_, cookie, previous_epoch, _, backed = HEADER.unpack(raw)
             if previous_epoch >= LAST_EPOCH or backed > capacity:
                 raise ValueError(
                     f"{path}: corrupt header: epoch {previous_epoch} (must be below {LAST_EPOCH}), {backed:,} bytes "
                     f"backed (at most the capacity, {capacity:,})"
                 )
-            return cls(Path(path), file, capacity, max(epoch, previous_epoch + 1), cookie, backed, fsynced, shrinks)
+            return cls(Path(path), file, capacity, max(epoch, previous_epoch + 1), cookie, backed)
         except BaseException:
             file.close()
             raise
@@ -223,25 +207,7 @@ class Arena:
         """Set `backed_bytes`, also in the header, where clients read it."""
         assert self._map is not None, "the arena is closed"
         self.backed_bytes = backed_bytes
-        self._map[BACKED_AT:SHRINKS_AT] = backed_bytes.to_bytes(8, "little")
-        self._force_header()
-
-    def _count_shrink(self) -> None:
-        """Add one to `shrinks`, also in the header. Clients read `shrinks` first and then `backed_bytes`: with a new
-        number, they do not see the bytes that are freed."""
-        assert self._map is not None, "the arena is closed"
-        self.shrinks += 1
-        self._map[SHRINKS_AT : HEADER.size] = self.shrinks.to_bytes(8, "little")
-        self._force_header()
-
-    def _force_header(self) -> None:
-        """Fsync the page with the header and the keeper, if the arena is fsynced."""
-        if self.fsynced and self._whole is not None:
-            force_ranges(self._whole, [0], [HEADER.size])
-
-    def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
-        """Fsync these ranges; return when they are on disk. Raises OSError."""
-        force_ranges(self.data, offsets, sizes)
+        self._map[BACKED_AT : HEADER.size] = backed_bytes.to_bytes(8, "little")
 
     @property
     def data(self) -> Bytes:
@@ -270,17 +236,6 @@ class Arena:
                 raise _out_of_space(self.path.parent, step, error) from error
             self._set_backed(self.backed_bytes + step)
             yield self.backed_bytes
-
-    def punch(self, above_bytes: int) -> int:
-        """Free the memory from `above_bytes` (rounded up to a page) on, for the system. Return the backed bytes that
-        are left. Raises OSError; `backed_bytes` is then reduced all the same."""
-        start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
-        if start < self.backed_bytes:
-            nbytes = self.backed_bytes - start
-            self._set_backed(start)  # before the memory is freed, so that `backed_bytes` never exceeds the memory
-            self._count_shrink()
-            _punch_hole(self._file.fd, HEADER_BYTES + start, nbytes)
-        return self.backed_bytes
 
     def challenge(self) -> Challenge:
         """Write fresh random bytes into the next slot of the header; its `_CHALLENGE_SLOTS` slots are used in turn."""
@@ -402,15 +357,6 @@ def _out_of_space(directory: str | Path, wanted_bytes: int, error: OSError) -> A
         wanted_bytes=wanted_bytes,
         limit=limit,
     )
-
-
-def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Free the memory of these bytes of a file, whose length stays the same. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot punch a hole of {nbytes:,} bytes into the arena: {os.strerror(number)}")
 
 
 def _round_down(value: int, unit: int) -> int:

@@ -31,7 +31,7 @@ class Ranges(NamedTuple):
 
 class ArenaAccess:
     """Access to the backed bytes of one arena. Not thread-safe: used by the unit's thread only. `fault` creates the
-    error for invalid ranges, and for ranges that cannot be written to disk."""
+    error for invalid ranges."""
 
     def __init__(self, arena: Arena, fault: Callable[[str], Exception]) -> None:
         self._arena = arena
@@ -72,14 +72,8 @@ class ArenaAccess:
         return [(size // inner.nbytes - 1) * inner.unit_bytes + inner.extent if size else 0 for size in sizes]
 
     def write(self, ranges: Ranges, fill: Fill) -> None:
-        """Let `fill` copy a payload into the ranges, and fsync them if the arena must survive a restart of the
-        machine."""
+        """Let `fill` copy a payload into the ranges."""
         fill(self._arena.data.data, ranges.offsets, ranges.sizes)
-        if self._arena.fsynced:
-            try:
-                self._arena.force(ranges.offsets, ranges.sizes)
-            except OSError as error:
-                raise self._fault(str(error)) from error
 
     def read(self, ranges: Ranges, target: Bytes) -> None:
         """Copy the ranges into `target`, one after another. Its length is the sum of their sizes."""

@@ -20,8 +20,7 @@ import msgspec
 
 from dataplane.core.addresses import boot_id
 from dataplane.core.failpoints import hit
-from dataplane.core.fsync import sync_path
-from dataplane.core.private_dir import leave, own_path, private, refuse_link_of_another
+from dataplane.core.private_dir import leave, own_path, private, refuse_link_of_another, sync_path
 from dataplane.errors import StateDirError
 from dataplane.storage.arena import Arena, ArenaFormatError, sweep_recorded
 
@@ -37,7 +36,7 @@ class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
     """arena: the arena's path; cookie: its identity. unit: the unit's number. boot: the boot id of the machine.
     arena_dir: the configured directory; directory: the identity of that directory. service: the name of the service
     that the arena belongs to; controller: that service's address. locks: the identity of the directory of the session
-    locks. fsynced: the arena's rows are on disk and survive a restart of the machine."""
+    locks."""
 
     arena: str
     unit: int
@@ -48,27 +47,25 @@ class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
     service: str = ""
     controller: str = ""
     cookie: str = ""
-    fsynced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """An arena that was adopted or created. unit: the unit's previous number; 0: none. recheck: the machine was
-    restarted since, so rows must be verified. lost: the cookie of a recorded arena that could not be adopted, so that
-    `arena` is new; "": none is known. anew: a record existed, readable or not, but `arena` is new."""
+    """An arena that was adopted or created. unit: the unit's previous number; 0: none. lost: the
+    cookie of a recorded arena that could not be adopted, so that `arena` is new; "": none is known.
+    anew: a record existed, readable or not, but `arena` is new."""
 
     arena: Arena
     unit: int = 0
-    recheck: bool = False
     lost: str = ""
     anew: bool = False
 
 
 class UnitRecord:
-    """The record of the unit `name` in `state_dir`. lock_directory: the directory of session locks, besides
-    `arena_dir`. controller: the address of the unit's service. fsynced: the unit's arenas must survive a restart of the
-    machine. `_record`: the record as read by `open` or written last; None: the arena is new. `_service`: the name of
-    the service for the next `write`. `_directory`, `_locks`: the identities of the two directories."""
+    """The record of the unit `name` in `state_dir`. lock_directory: the directory of session locks,
+    besides `arena_dir`. controller: the address of the unit's service. `_record`: the record as
+    read by `open` or written last; None: the arena is new. `_service`: the name of the service for
+    the next `write`. `_directory`, `_locks`: the identities of the two directories."""
 
     def __init__(
         self,
@@ -78,7 +75,6 @@ class UnitRecord:
         lock_directory: str | Path,
         *,
         controller: str = "",
-        fsynced: bool = False,
     ) -> None:
         self.path = _record_path(state_dir, name)
         self._name = name
@@ -89,7 +85,6 @@ class UnitRecord:
         self._controller = controller
         self._service = ""
         self._record: ArenaRecord | None = None
-        self._fsynced = fsynced
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
         """Adopt the arena of the previous epoch. If that is impossible, log the reason, call `create` with the path of
@@ -101,7 +96,7 @@ class UnitRecord:
         record = self._record = self._read()
         arena = None if record is None else self._adopt(record, epoch)
         if record is not None and arena is not None:
-            return Adopted(arena=arena, unit=record.unit, recheck=record.boot != self._boot)
+            return Adopted(arena=arena, unit=record.unit)
         self._record = None
         arena = self.create_arena(create)
         sweep_recorded(arena.path.parent, superseded=self.path)
@@ -153,14 +148,12 @@ class UnitRecord:
     def _adopt(self, record: ArenaRecord, epoch: int) -> Arena | None:
         """Adopt the recorded arena; wait up to `HELD_S` if a process holds it. Log the reason and return None if its
         memory is lost. Raises StateDirError if its rows may still exist, but this start cannot adopt them."""
-        rebooted = record.boot != self._boot
-        if rebooted and not record.fsynced:
+        if record.boot != self._boot:
             log.warning("Arena %s is lost: the machine was restarted; starting with an empty arena", record.arena)
             return None
         # The same directory under another path is not moved; another one under the same path is handled below.
         moved = record.directory != self._directory and record.arena_dir != self._arena_dir
-        # Another directory of session locks; after a reboot, its identity says nothing.
-        in_other_container = not rebooted and record.locks != self._locks
+        in_other_container = record.locks != self._locks  # another directory of session locks
         # In another container, a missing lock file does not prove that its process has ended, so the arena is not
         # adopted. A moved arena that exists is an error instead.
         if in_other_container and not (moved and os.path.exists(record.arena)):
@@ -172,8 +165,7 @@ class UnitRecord:
                 f"was created with --arena-dir {record.arena_dir}, but this start uses --arena-dir {self._arena_dir}",
                 f"Start the unit with --arena-dir {record.arena_dir}",
             )
-        # A reboot may change the identity of a directory. The arena in it shows that it is the same one.
-        if record.directory != self._directory and not (rebooted and os.path.exists(record.arena)):
+        if record.directory != self._directory:
             raise self._refusal_error(
                 record,
                 f"was created in another directory than the present {self._arena_dir}: the directory was replaced, or "
@@ -183,7 +175,7 @@ class UnitRecord:
         end = time.monotonic() + HELD_S
         while True:
             try:
-                arena = Arena.adopt(record.arena, epoch=epoch, fsynced=self._fsynced)
+                arena = Arena.adopt(record.arena, epoch=epoch)
                 hit("unit.adopted")
                 return arena
             except BlockingIOError:  # the previous epoch has not ended yet
@@ -229,7 +221,6 @@ class UnitRecord:
             service=self._service,
             controller=self._controller,
             cookie=arena.cookie.hex(),
-            fsynced=arena.fsynced,
         )
         temporary = self.path.with_name(f"{self.path.name}.aside")
         with open(temporary, "wb", opener=private) as file:

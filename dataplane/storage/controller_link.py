@@ -201,10 +201,6 @@ class UnitLink:
                     self._attached.pop(session, None)
                 case c.Grown(backed_bytes=backed) if self._add is not None:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=max(backed, self._add.backed_bytes))
-                case c.Shrunk(number=number, backed_bytes=backed) if self._add is not None:
-                    self._add = msgspec.structs.replace(self._add, backed_bytes=backed, shrinks=number)
-                case c.Compacted(number=number) if self._add is not None:  # perhaps of an older order, which failed
-                    self._add = msgspec.structs.replace(self._add, compactions=max(number, self._add.compactions))
             self._outbox.put(item)
 
     def close(self) -> None:

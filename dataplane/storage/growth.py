@@ -1,4 +1,4 @@
-"""The memory behind a unit's arena: growing it as ordered, in steps, and returning it to the system. No sockets."""
+"""The memory behind a unit's arena: growing it as ordered, in steps. No sockets."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterator
 
 from dataplane.core.failpoints import hit
 from dataplane.errors import ArenaSpaceError
-from dataplane.ledger.commands import GrowArena, Grown, Input, ShrinkArena, Shrunk
+from dataplane.ledger.commands import GrowArena, Grown, Input
 from dataplane.storage.arena import Arena
 
 log = logging.getLogger(__name__)
 
 
 class Growth:
-    """Grow and shrink the arena. `report` receives the outcomes. Not thread-safe: used by the unit's thread only."""
+    """Grow the arena. `report` receives the outcomes. Not thread-safe: used by the unit's thread only."""
 
     def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
         self._arena = arena
         self._report = report
         self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()  # with their remaining steps
-        self._shrinks = 0  # the number of the last ShrinkArena
         self._failure_logged = False  # since the last growth that succeeded
 
     @property
@@ -53,19 +52,4 @@ class Growth:
         self._orders.popleft()
         hit("unit.before_grown")
         backed = self._arena.backed_bytes
-        self._report(Grown(unit=order.unit, backed_bytes=backed, error=error, shrinks=self._shrinks))
-
-    def shrink(self, order: ShrinkArena) -> None:
-        """Return memory to the system, and drop growth that was ordered earlier, without a report. Of a repeated order
-        only the outcome is reported."""
-        error = None
-        if order.number > self._shrinks:
-            self._orders.clear()
-            self._shrinks = order.number
-            try:
-                self._arena.punch(order.backed_bytes)
-            except OSError as caught:
-                error = str(caught)
-                log.warning("Storage unit %d cannot return memory to the system: %s", order.unit, error)
-        backed = self._arena.backed_bytes
-        self._report(Shrunk(unit=order.unit, number=order.number, backed_bytes=backed, error=error))
+        self._report(Grown(unit=order.unit, backed_bytes=backed, error=error))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.core.fsync import force_ranges
 from dataplane.errors import ClientClosedError
-from dataplane.storage.arena import BACKED_AT, HEADER, HEADER_BYTES, SHRINKS_AT, check_header
+from dataplane.storage.arena import BACKED_AT, HEADER, HEADER_BYTES, check_header
 
 if TYPE_CHECKING:
     from dataplane.core.cuda_memory import RegisteredMemory
@@ -62,12 +60,6 @@ class MappedArena:
         """The backed bytes that the unit wrote last; bytes above have no memory."""
         return int.from_bytes(self.header(BACKED_AT, 8), "little")
 
-    @property
-    def shrinks(self) -> int:
-        """How many times the unit has freed memory of the arena. Pages that were mapped or registered before are then
-        no longer those of the file, where they were beyond the smaller `backed_bytes`."""
-        return int.from_bytes(self.header(SHRINKS_AT, 8), "little")
-
     def header(self, offset: int, nbytes: int) -> bytes:
         """Return bytes of the file's header. `offset` counts from the first byte of the file."""
         data = self._require_open(self._readonly)
@@ -80,10 +72,6 @@ class MappedArena:
         reservation."""
         return self._slice(self._require_open(self._writable), offset, nbytes)
 
-    def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
-        """Fsync these ranges; return when they are on disk. Raises OSError."""
-        force_ranges(self._require_open(self._writable)[HEADER_BYTES:], offsets, sizes)
-
     def readonly(self, offset: int, nbytes: int) -> Bytes:
         """Return the same bytes from the read-only mapping. Any write to them, even past numpy's flag, faults."""
         return self._slice(self._require_open(self._readonly), offset, nbytes)
@@ -95,15 +83,12 @@ class MappedArena:
 
         with cuda_memory.lock:
             if self._registered is None and self._writable is not None:
-                self._registered = cuda_memory.RegisteredMemory(self._writable, self._backed)
+                self._registered = cuda_memory.RegisteredMemory(self._writable, self._memory_bytes)
             return self._registered
 
-    def _backed(self) -> tuple[int, int]:
-        """Return the size of the part of the file that has memory, and a number that changes when pages are freed."""
-        if self.closed:
-            return 0, 0
-        shrinks = self.shrinks  # first, see `Arena._count_shrink`
-        return HEADER_BYTES + self.backed_bytes, shrinks
+    def _memory_bytes(self) -> int:
+        """Return the size of the part of the file that has memory."""
+        return 0 if self.closed else HEADER_BYTES + self.backed_bytes
 
     @staticmethod
     def _require_open(data: Bytes | None) -> Bytes:

@@ -34,7 +34,7 @@ from dataplane.errors import (
     StorageUnitError,
     to_wire,
 )
-from dataplane.ledger.commands import FenceSession, Input, SessionAlive, SessionAttached, SessionGone
+from dataplane.ledger.commands import FenceSession, GrowArena, Input, SessionAlive, SessionAttached, SessionGone
 from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.proof import Ticket
@@ -42,8 +42,8 @@ from dataplane.protocol.zap import Admission, Handshakes
 from dataplane.protocol.zmq_frames import TLS, beginning, is_tls
 from dataplane.storage.arena import Arena
 from dataplane.storage.arena_access import ArenaAccess
-from dataplane.storage.arena_orders import ArenaOrder, ArenaOrders
 from dataplane.storage.endpoints import bind
+from dataplane.storage.growth import Growth
 from dataplane.storage.metrics import BulkCounts
 from dataplane.storage.session_lock import lock_directories as default_lock_directories
 from dataplane.storage.sessions import Sessions
@@ -64,7 +64,7 @@ MAX_WAITING_ATTACHES = 4096
 """Maximum number of attach requests that wait until the unit has its number."""
 STOP_WAIT_S = 30.0
 
-Order = FenceSession | ArenaOrder
+Order = FenceSession | GrowArena
 
 
 class BulkServer:
@@ -115,7 +115,7 @@ class BulkServer:
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
         self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []  # until the unit has its number
         self._orders: deque[Order] = deque()  # queued by `order`, not begun yet
-        self._arena_orders = ArenaOrders(arena, report)
+        self._growth = Growth(arena, report)
         self._access = ArenaAccess(arena, self._fault)
         self._owner = os.getpid()  # a forked child does not stop the server
         self._thread: threading.Thread | None = None
@@ -251,8 +251,8 @@ class BulkServer:
                     self._serve_messages()
                 if self._monitor is not None:
                     self._handshakes.take_events(self._monitor)
-                if self._arena_orders.in_flight:
-                    self._run_guarded("an order", self._arena_orders.step)
+                if self._growth.in_flight:
+                    self._run_guarded("an order", self._growth.step)
         except BaseException:
             log.critical(
                 "Bulk server of storage unit %d failed; its rows are unreachable until the unit is restarted",
@@ -264,7 +264,7 @@ class BulkServer:
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
         """Wait for messages, orders or events; return the ready sockets. Advances the engine's transfers first."""
         pause_s = None if self._engine is None else self._engine.step()  # until its next step; None: no limit
-        if self._arena_orders.in_flight:
+        if self._growth.in_flight:
             return dict(poller.poll(0))  # the next step of an order is due
         most_ms = None if pause_s is None else int(pause_s * 1000)  # 0 for a pause below a millisecond
         ready = dict(poller.poll(most_ms))
@@ -280,7 +280,8 @@ class BulkServer:
             log.exception("Storage unit %d: %s failed; the server continues", self._unit, what)
 
     def _run_orders(self) -> None:
-        """Execute queued orders, or begin those for the arena. Answer requests that waited for the unit's number."""
+        """Execute queued orders, or begin those to grow the arena. Answer requests that waited for the unit's
+        number."""
         if self._unit and self._waiting_attaches:
             waiting, self._waiting_attaches = self._waiting_attaches, []
             for peer, request in waiting:
@@ -288,7 +289,7 @@ class BulkServer:
         while self._orders:
             order = self._orders.popleft()
             if not isinstance(order, FenceSession):
-                self._arena_orders.begin(order)
+                self._growth.begin(order)
                 continue
             fenced = self._fence(order)
             self._counts.fences += fenced

@@ -13,16 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.addresses import boot_id, reachable_host
-from dataplane.core.checksums import damaged
 from dataplane.core.failpoints import hit
-from dataplane.core.file_locks import file_system
-from dataplane.core.fsync import is_on_disk
 from dataplane.core.private_dir import in_own_directory, leave
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
@@ -85,7 +80,6 @@ class StorageUnit:
         """Start the unit and return when the controller has accepted it. No-op if the unit is already started."""
         if self._link is not None:  # started already
             return self
-        _require_disk(self._config)
         try:
             self._start()
         except BaseException:
@@ -146,24 +140,16 @@ class StorageUnit:
             endpoints=tuple(self._bulk.endpoints),
             arena_path=str(self._arena.path),
             unit=opened.unit,
-            fsynced=self._arena.fsynced,
-            recheck=opened.recheck,
             instead_of=opened.lost,
             anew=opened.anew,
             curve_key="" if keys is None else keys.public,
         )
 
     def _execute_order(self, order: c.UnitOrder) -> None:
-        """Check rows here; pass other orders to the bulk server."""
+        """Pass the order to the bulk server."""
         with self._guard:
-            if self._bulk is None or self._link is None or self._arena is None:
-                return
-            if not isinstance(order, c.CheckRows):
+            if self._bulk is not None:
                 self._bulk.order(order)
-                return
-            link, data = self._link, self._arena.data
-        # Without the guard, because a check may take long.
-        link.report(_check_rows(order, data))
 
     def _check_service(self, keys: ConnectionKeys) -> None:
         """Check that the arena belongs to the service with these keys, and require its secret from clients."""
@@ -196,13 +182,13 @@ class StorageUnit:
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
         """Open the arena of the previous epoch, or create one, in any case if `anew`. epoch: the epoch of a new arena;
         that of an adopted one may be greater."""
-        config, fsynced = self._config, self._config.durability == "machine"
+        config = self._config
 
         def create(keeper: Path | None) -> Arena:  # keeper: the arena record, see `Arena.create`
             capacity = arena_capacity(config.arena_dir, config.capacity_bytes)
             return in_own_directory(
                 config.arena_dir,
-                lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper, fsynced=fsynced),
+                lambda folder: Arena.create(folder, capacity, epoch=epoch, keeper=keeper),
             )
 
         if config.state_dir is None:
@@ -215,7 +201,6 @@ class StorageUnit:
             config.arena_dir,
             DEFAULT_LOCK_DIRECTORY,
             controller=self._controller,
-            fsynced=fsynced,
         )
         opened = self._record.open(create, epoch=epoch)
         configured = config.capacity_bytes
@@ -322,34 +307,3 @@ class StorageUnit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def _check_rows(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
-    """Compare rows of the arena's `data` with their checksums. Return the report with the damaged rows."""
-    wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)  # `wrong`: indices of rows of the order
-    if len(wrong):
-        log.error(
-            "Storage unit %d: %d rows of field %r in partition %r are damaged",
-            order.unit,
-            len(wrong),
-            order.field,
-            order.partition,
-        )
-    return c.RowsChecked(
-        unit=order.unit,
-        partition=order.partition,
-        field=order.field,
-        last=int(order.rows[-1]),  # the report covers the rows up to this one
-        rows=order.rows[wrong],
-        generations=order.generations[wrong],
-        offsets=order.offsets[wrong],
-    )
-
-
-def _require_disk(config: DataPlaneConfig) -> None:
-    """Raise ValueError if rows must survive a machine restart but `arena_dir` is in memory."""
-    kind = file_system(config.arena_dir)
-    if config.durability == "machine" and not is_on_disk(kind):
-        raise ValueError(
-            f'durability="machine", but arena_dir {config.arena_dir!r} is in memory ({kind}); use a directory on disk'
-        )

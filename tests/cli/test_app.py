@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ import torch
 from dataplane import DataPlaneConfig, cli, connect, serve
 from dataplane.cli import main
 from dataplane.cli.app import app
-from dataplane.cli.flags import MemoryFlags
-from dataplane.config import DURABILITIES, MIB
+from dataplane.config import MIB
 from dataplane.storage.unit import StorageUnit
 from tests.cli.service import TQ
 from tests.secure import tls
@@ -25,7 +23,7 @@ from tests.secure import tls
 VERBS = [
     *("serve", "unit"),
     *("status", "top", "ls", "show", "why"),
-    *("clear", "checkpoint", "restore", "shrink", "drain", "drop"),
+    *("clear", "checkpoint", "restore", "drain", "drop"),
     "doctor",
 ]
 
@@ -85,7 +83,6 @@ def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--capacity", "lots"], "'lots' is not a size"),
         (["serve", "--checksums", "sometimes"], "'sometimes' is not one of 'across-hosts'"),
         (["serve", "--units", "-1"], "--units"),
-        (["serve", "--durability", "never"], "'never' is not one of 'process', 'machine'"),
         (["serve", "--bogus"], "--bogus"),
         (["unit"], "ADDRESS"),
         (["status"], "set TQ_ADDRESS"),
@@ -120,7 +117,7 @@ def test_no_service_is_exit_1_and_a_sentence(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("verb", ["status", "ls", "show a", "why train policy", "top --once --interval 0.1", "shrink"])
+@pytest.mark.parametrize("verb", ["status", "ls", "show a", "why train policy", "top --once --interval 0.1"])
 def test_tokens_and_certificates_are_shown(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, secured: str
 ) -> None:
@@ -182,7 +179,6 @@ def hostile() -> Iterator[str]:
         ["why", f"part{BAD}", f"task{BAD}", f"field{BAD}", "--where", f"tag{BAD} == x{BAD}"],
         ["why", f"part{BAD}", f"none{BAD}"],
         ["clear", f"part{BAD}", f"none{BAD}"],
-        ["shrink"],
         ["drain", f"unit{BAD}", "--undo"],
         ["drop", f"none{BAD}"],
         ["checkpoint", "PATH"],
@@ -217,10 +213,6 @@ def test_a_reader_that_has_enough_gets_no_traceback(secured: str) -> None:
     with os.fdopen(theirs) as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (1, b"")
-
-
-def test_durabilities_are_those_of_the_settings() -> None:
-    assert get_args(get_type_hints(MemoryFlags)["durability"]) == DURABILITIES
 
 
 @pytest.mark.integration

@@ -37,7 +37,7 @@ def completions(line: str, **more: str) -> list[str]:
         ("tq checkpoint --partition ", ["train"]),
         ("tq why train ", ["policy", "critic"]),
         ("tq why train policy ids l", ["logprobs"]),
-        ("tq serve --durability ", ["process", "machine"]),
+        ("tq serve --checksums a", ["across-hosts", "always"]),
     ],
 )
 def test_names_of_the_running_service(line: str, found: list[str], filled: DataPlaneClient) -> None:

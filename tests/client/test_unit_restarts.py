@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +19,6 @@ from dataplane.errors import ClientClosedError, ServiceRestartedError, StorageUn
 from dataplane.ledger import commands as c
 from dataplane.storage.client import UnitConnection
 from dataplane.storage.server import BulkServer
-from dataplane.storage.session_lock import SessionLock
 from tests.restarts import wait_until
 from tests.storage.unit_under_test import EPOCH, TOKEN, UNIT, WAIT_S, Unit, changed
 
@@ -217,22 +215,3 @@ def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, unit_conne
         connection.read([0], [8], timeout_s=1.0)
     with pytest.raises(StorageUnitError, match="has no storage unit of this number"):
         unit_connections.gather([ROW], {UNIT})
-
-
-def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:
-    lock = SessionLock.create(unit.arena.path.parent)
-    unit_connections = UnitConnections(
-        DataPlaneConfig(address="nowhere:1", token=TOKEN), session=1, lock=lock, memory=BufferPool(0)
-    )
-    unit_connections.learn([unit.info])
-    assert unit_connections.connection(UNIT).local
-    last = unit.arena.backed_bytes // 64
-    there, beyond = (msgspec.structs.replace(ROW, offsets=np.array([64 * place])) for place in (last - 1, last))
-    assert unit_connections.backed([ROW, there])
-    assert not unit_connections.backed([msgspec.structs.replace(there, lengths=np.array([2]))]), "its end is beyond"
-    assert not unit_connections.backed([ROW, beyond])
-    unit.arena.punch(4096)
-    assert not unit_connections.backed([there])
-    assert unit_connections.backed([ROW])
-    unit_connections.close()
-    lock.close()

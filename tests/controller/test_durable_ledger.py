@@ -23,7 +23,7 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.encoding import image, journal_records
+from dataplane.ledger.encoding import journal_records
 from tests.ledger.driver import Driver
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.test_replay import a_busy_day
@@ -291,57 +291,6 @@ def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
     (aside,) = tmp_path.glob("before-*")
     assert {path.name for path in aside.iterdir()} >= {"journal.sqlite", "image-0"}
     second.close()
-
-
-def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path, kill: Kill) -> None:
-    first = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
-    live(first, a_day())
-    first.sync()
-    units = set(first._ledger._state.units)
-    assert units
-    first._journal.set_facts(boot="another boot")
-    kill(first)
-    second = opened(tmp_path)
-    assert second.recovered
-    assert set(second._ledger._state.units) == units
-    second._journal.set_facts(boot="yet another boot")
-    kill(second)
-    third = opened(tmp_path)
-    assert not third.recovered  # it was not forced in its second run
-    third.close()
-
-
-def test_a_start_that_fails_after_the_crash_of_the_machine_loses_no_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next start is not fsynced, and fails before it goes on; the one after it still knows what the first was."""
-    first = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
-    add = next(item for item in a_day() if isinstance(item, c.AddUnit))
-    first.apply(msgspec.structs.replace(add, host="boot 1"))
-    first._journal.set_facts(boot="boot 1")
-    first.close()
-    with monkeypatch.context() as another_version:
-        another_version.setattr(image, "FORMAT", image.FORMAT + 1)
-        with pytest.raises(StateDirError, match="image of the state has format"):
-            opened(tmp_path)
-    second = opened(tmp_path)
-    assert list(second._ledger._state.units) == [1]
-    second.close()
-
-
-def test_only_what_a_run_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    durable = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
-    synced: list[int] = []
-    monkeypatch.setattr(durable._journal, "sync", lambda: synced.append(1))
-    durable.apply(c.Tick(now=1.0))
-    durable.sync()
-    assert not synced
-    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=PROTOCOL_VERSION))
-    durable.apply(c.Tick(now=2.0))
-    for _ in range(2):
-        durable.sync()
-    assert synced == [1]
-    durable.close()
 
 
 def test_an_orderly_stop_survives_a_boot_but_memory_does_not(

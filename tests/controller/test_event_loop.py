@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,52 +124,6 @@ def test_what_the_journal_cannot_take_is_refused_and_the_service_goes_on(serve: 
     assert isinstance(result(inbox.take()), StateDirError)
     shell.submit(call(2), inbox.reply)
     assert isinstance(result(inbox.take()), c.Done)
-
-
-class Disk:
-    """What `sync` waits for."""
-
-    def __init__(self) -> None:
-        self.may_return = threading.Event()
-        self.asked = threading.Semaphore(0)
-        self.synced = 0
-        self.fails = False
-
-    def sync(self) -> None:
-        self.asked.release()
-        assert self.may_return.wait(WAIT_S)
-        if self.fails:
-            raise StateDirError(directory="here", why="the disk is broken")
-        self.synced += 1
-
-
-def test_outputs_wait_for_the_disk_and_share_it(serve: Serve) -> None:
-    inbox, disk, ledger = Inbox(), Disk(), ScriptedLedger()
-    shell = serve(ledger, sync=disk.sync)
-    shell.submit(call(1), inbox.reply)
-    assert disk.asked.acquire(timeout=WAIT_S)
-    for number in range(2, 30):
-        shell.submit(call(number), inbox.reply)
-    assert inbox.outputs.empty()
-    disk.may_return.set()
-    answers = [inbox.take() for _ in range(1, 30)]
-    assert [answer.number for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 30))
-    assert disk.synced == 2
-
-
-def test_when_the_disk_fails_nobody_is_told_and_the_service_ends(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
-    inbox, disk = Inbox(), Disk()
-    disk.fails = True
-    disk.may_return.set()
-    shell = serve(ScriptedLedger(), sync=disk.sync)
-    shell.submit(call(1), inbox.reply)
-    assert isinstance(result(inbox.take()), ServiceUnavailableError)
-    assert shell.ended.wait(WAIT_S)
-    assert "Service stops" in caplog.text
-    with pytest.raises(ServiceUnavailableError):
-        shell.submit(call(2))
 
 
 def test_a_reply_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,53 +61,6 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
         assert not journal.fact("clean")
 
 
-def test_the_end_of_the_machine_takes_nothing_that_was_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, kept = tmp_path / "lost", tmp_path / "kept"
-    journal = Journal.open(tmp_path / "state")
-    journal.force()
-    journal.write_image(0, b"image")
-    journal.begin_from(0)
-    for number in range(100):
-        journal.append(b"%d" % number)
-    journal.sync()
-    synced = (journal.directory / f"{LOG_NAME}-wal").stat().st_size
-    for number in range(100, 200):
-        journal.append(b"%d" % number)
-    for folder in (lost, kept):
-        shutil.copytree(journal.directory, folder)
-    os.truncate(lost / f"{LOG_NAME}-wal", synced)  # what a disk may lack that was never told to have it
-    journal.close()
-    monkeypatch.setattr(journal_end, "boot_id", lambda: "another boot")
-    for folder, count in ((lost, 100), (kept, 200)):
-        with Journal.open(folder) as after:
-            assert after.fsynced
-            assert everything(after) == [b"%d" % number for number in range(count)]
-            assert after.image() == (0, b"image")
-
-
-def test_what_must_be_on_the_disk_is_forced_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsynced: list[str] = []
-
-    def record(fd: int) -> None:
-        fsynced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
-
-    monkeypatch.setattr(os, "fsync", record)
-    monkeypatch.setattr(os, "fdatasync", record)
-    with Journal.open(tmp_path / "state") as journal:
-        journal.append(b"a")
-        assert fsynced == []
-        journal.force()
-        journal.append(b"b")
-        fsynced.clear()
-        journal.sync()
-        assert fsynced == [f"{LOG_NAME}-wal"]
-        fsynced.clear()
-        journal.write_image(2, b"image")
-        assert fsynced == ["image-2.aside", "state"]
-        journal.begin_from(2)
-        assert fsynced[2:] == [f"{LOG_NAME}-wal"]
-
-
 def test_a_record_is_refused_whole_when_making_space_for_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,15 +187,11 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
         everything(journal)
 
 
-def left_by_a_kill(folder: Path, copy: Path, count: int, *, synced: int = 0) -> None:
-    """What a run that was killed after `count` records leaves, and of which so many were fsynced."""
+def left_by_a_kill(folder: Path, copy: Path, count: int) -> None:
+    """What a run that was killed after `count` records leaves."""
     with Journal.open(folder) as journal:
-        if synced:
-            journal.force()
         for number in range(1, count + 1):
             journal.append(b"%d" % number * 1000)
-            if number == synced:
-                journal.sync()
         shutil.copytree(folder, copy)
 
 
@@ -275,17 +224,16 @@ def test_a_kill_between_a_record_and_the_note_of_it_starts_normally(tmp_path: Pa
         assert everything(journal) == [b"one", b"two"]
 
 
-def test_after_the_end_of_the_machine_what_was_synced_must_be_there(
+def test_after_the_end_of_the_machine_records_may_be_missing_unless_the_journal_was_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left_by_a_kill(tmp_path / "first", tmp_path / "synced", 40, synced=40)
-    left_by_a_kill(tmp_path / "other", tmp_path / "never", 40)
+    left_by_a_kill(tmp_path / "closed", tmp_path / "killed", 40)
     monkeypatch.setattr(journal_end, "boot_id", lambda: "another boot")
-    for folder in ("synced", "never"):
-        damage_from_the_middle(tmp_path / folder)
+    damage_from_the_middle(tmp_path / "killed")
+    (tmp_path / "closed" / LOG_NAME).unlink()
     with pytest.raises(StateDirError, match="but 40 were appended"):
-        Journal.open(tmp_path / "synced")
-    with Journal.open(tmp_path / "never") as journal:
+        Journal.open(tmp_path / "closed")
+    with Journal.open(tmp_path / "killed") as journal:
         assert journal.last < 40
 
 

@@ -61,14 +61,6 @@ def test_a_service_that_keeps_its_state_tells_of_its_journal(tmp_path: Path) -> 
     assert found.labels("tq_service_info", "durable") == {"true"}
     assert (found.value("tq_journal_lag_records") or 0) > 2
     assert (found.value("tq_journal_bytes") or 0) > 1000
-    assert found.value("tq_journal_sync_seconds_count") is None
-
-
-def test_a_journal_that_is_forced_to_the_disk_tells_how_long_that_takes(tmp_path: Path) -> None:
-    with serve({**CONFIG, "state_dir": str(tmp_path), "durability": "machine", "units": 0}) as server:
-        with connect(server.address) as client:
-            client.register_partition("train", ["x"], None, [])
-        assert (scrape(server.http_address).value("tq_journal_sync_seconds_count") or 0) > 0
 
 
 def test_a_ledger_that_is_not_there_is_a_scrape_that_failed() -> None:

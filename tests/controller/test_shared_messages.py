@@ -127,29 +127,3 @@ def test_a_malformed_request_spoils_no_other_of_its_message(link: Link) -> None:
     with pytest.raises(InvalidRequestError, match="not a Units message"):
         replies[1].good_body()
     assert [call.number for call in ledger.of(c.Seal)] == [1, 2]
-
-
-def test_replies_after_a_sync_share_a_message_for_each_caller(link: Link) -> None:
-    synced: list[bool] = []
-    ledger = ScriptedLedger()
-    shell = LedgerThread(ledger, link.server, link.facts, sync=lambda: synced.append(True))
-    for session in (3, 4):
-        for frames in seals(1, 2, session=session):
-            link.serve(shell, session, [frames])
-    assert not link.dealer(3).poll(0)
-    shell._deliver_outgoing()
-    assert synced == [True]
-    for session in (3, 4):
-        (replies,) = link.replies(session, 2)
-        assert [reply.number for reply in replies] == [1, 2]
-
-
-def test_calls_that_one_command_ends_are_answered_in_one_message(link: Link) -> None:
-    ledger = ScriptedLedger(lambda call: None)
-    shell = LedgerThread(ledger, link.server, link.facts)
-    link.serve(shell, 3, seals(1, 2))
-    ends = [c.Answer(session=3, number=number, result=c.Done()) for number in (1, 2)]
-    ledger.apply = lambda item: ends  # type: ignore[method-assign,assignment]
-    shell.handle(c.Tick(now=1.0), None)
-    (replies,) = link.replies(3, 2)
-    assert [reply.number for reply in replies] == [1, 2]

@@ -15,7 +15,7 @@ import typer
 from dataplane import DataPlaneClient, DataPlaneConfig, KVBatchMeta, StreamingDataLoader
 from dataplane.cli.formatting import duration, time_limit
 from dataplane.cli.top import _interval
-from dataplane.client.operations import claim, drain_unit, partitions
+from dataplane.client.operations import claim, drain_unit
 from dataplane.compat.nemo_rl.client import as_timeout as of_nemo_rl
 from dataplane.core.durations import (
     LONGEST_S,
@@ -52,7 +52,6 @@ DURATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 WAITS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "claim": ("timeout_s", lambda value: CLIENT.claim_meta("p", "train", [], 1, timeout_s=value)),
-    "shrink": ("timeout_s", lambda value: next(partitions.shrink(STATE, value))),
     "drain": ("timeout_s", lambda value: next(drain_unit.drain(STATE, 1, value))),
     "stream": ("timeout_s", lambda value: stream(timeout_s=value)),
     "reserve": ("timeout_s", lambda value: BUFFER.reserve(4, value)),
@@ -84,8 +83,6 @@ def test_no_timeout_is_a_very_long_one(value: float | None) -> None:
     assert as_timeout("timeout_s", value) == LONGEST_S
     command = claim.claim_command("p", "train", ["x"], 1, timeout_s=value)
     assert command.timeout_s == LONGEST_S
-    sent = next(partitions.shrink(STATE, value))
-    assert sent.command.timeout_s == LONGEST_S  # type: ignore[union-attr]
     next(drain_unit.drain(STATE, 1, value))
     stream(timeout_s=value, prefetch=0).close()
     assert Deadline(value).left_s > LONGEST_S / 2

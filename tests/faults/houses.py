@@ -25,19 +25,16 @@ SERVICE = {"reconnect_s": 600.0, "heartbeat_s": 0.2, "session_timeout_s": 1.5, "
 HERE, ELSEWHERE = "", "elsewhere"
 
 
-def promising(durability: str, folder: str) -> dict[str, Any]:
-    """Settings of all processes of the service. What is to outlive the machine is on the disk."""
-    arenas = {"arena_dir": folder} if durability == "machine" else {}
-    return {**SERVICE, **arenas, "durability": durability, "state_dir": str(Path(folder) / "state")}
+def settings_of(folder: str) -> DataPlaneConfig:
+    """Settings of all processes of the service."""
+    return DataPlaneConfig(units=0, **SERVICE, state_dir=str(Path(folder) / "state"))
 
 
-def serve_controller(
-    pipe: Connection, name: str, folder: str, shared: Any, orders: list[Order], durability: str
-) -> None:
+def serve_controller(pipe: Connection, name: str, folder: str, shared: Any, orders: list[Order]) -> None:
     """A controller that makes images often. Says its address; its port is in the file `controller.port`."""
     durable_ledger.SMALL_AFTER_RECORDS = IMAGE_AFTER_RECORDS
     actor = begin(name, folder, shared, orders)
-    controller = Controller(DataPlaneConfig(units=0, **promising(durability, folder)))
+    controller = Controller(settings_of(folder))
 
     def start() -> str:
         address = controller.start().address
@@ -56,7 +53,6 @@ def serve_unit(
     address: str,
     advertised_port: int,
     lives_on: str,
-    durability: str = "process",
 ) -> None:
     """A storage unit that other hosts reach at `advertised_port`; where that leads to is in the file `NAME.port`."""
     actor = begin(name, folder, shared, orders, lives_on)
@@ -70,7 +66,7 @@ def serve_unit(
 
     bulk.bind = bind_behind_the_network
     storage.FIRST_BACKING_BYTES = BACKED_BYTES
-    config = DataPlaneConfig(**promising(durability, folder))
+    config = settings_of(folder)
 
     def start() -> str:
         while True:

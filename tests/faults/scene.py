@@ -74,13 +74,12 @@ def enough(name: str) -> int:
 
 
 class Scene:
-    """All processes. durability: of the service."""
+    """All processes."""
 
-    def __init__(self, durability: str) -> None:
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tq-storm-", dir="/tmp"))
         self.network = Network()
-        self._durability = durability
-        self.controller = self._player("controller", serve_controller, durability, says=True)
+        self.controller = self._player("controller", serve_controller, says=True)
         for link, ports in (("clients", 2), ("south-link", 2)):
             self.network.link(link, self.folder / "controller.port", ports=ports)
         for unit in UNITS:
@@ -115,7 +114,7 @@ class Scene:
         link = f"{HOST}:{self.network.ports['south-link']}"
         for unit, address, host in (("north", near, HERE), ("south", link, ELSEWHERE)):
             port = self.network.ports[unit]
-            self.units[unit] = self._player(unit, serve_unit, address, port, host, self._durability, says=True)
+            self.units[unit] = self._player(unit, serve_unit, address, port, host, says=True)
             self.units[unit].start(Order(UNIT_FIRST_POINTS[0], "kill"))
             self.units[unit].await_death()
             self.units[unit].start()

@@ -59,7 +59,7 @@ class Storm:
     def __init__(self, seed: int, part: Part = (0, 1)) -> None:
         self._deal, self._part = random.Random(seed), part
         self.random = random.Random(f"{seed} {part}")
-        self.scene = Scene(self.random.choice(["process", "process", "machine"]))
+        self.scene = Scene()
 
     def plan(self, count: int) -> list[Fault]:
         """This part of `count` faults: each once, then some again; in the order in which they are to happen."""

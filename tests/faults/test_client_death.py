@@ -6,11 +6,9 @@ samples.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,22 +91,6 @@ def test_killed_in_a_put(
     assert survivor.list_samples("p").sample_ids == names(7)
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
     assert nothing_held(survivor)
-
-
-def test_killed_while_its_rows_are_forced_to_the_disk(tmp_path: Path) -> None:
-    settings = {"state_dir": str(tmp_path / "state"), "arena_dir": str(tmp_path), "durability": "machine"}
-    with (
-        serve({"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2, **settings}) as server,
-        connect(server.address, put_timeout_s=60.0) as survivor,
-    ):
-        survivor.register_partition("p", {"x": None}, None, ["train"])
-        victim = {"connection_kind": "local", "job": "put", "at": "put.before_force", "how": "kill", "partition": "p"}
-        with contextlib.closing(Dying(server.address, victim)) as dying:
-            assert dying.said() == "there"
-            assert dying.ended() == -signal.SIGKILL
-        survivor.put_samples(names(7), "p", {"x": rows(7)})
-        assert survivor.list_samples("p").sample_ids == names(7)
-        assert nothing_held(survivor)
 
 
 def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: Victim) -> None:

@@ -50,7 +50,6 @@ VERBS: dict[str, Call] = {
     "drain": lambda client, meta, path: client.drain(1),
     "undrain": lambda client, meta, path: client.undrain(1),
     "drop_unit": lambda client, meta, path: client.drop_unit(1),
-    "shrink": lambda client, meta, path: client.shrink(),
 }
 Asker = Callable[[str], None]
 

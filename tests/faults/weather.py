@@ -90,10 +90,7 @@ UNIT_FIRST_POINTS = ("unit.reserved", "unit.before_grown")
 ELSEWHERE = {
     "move.before_switch": "tests/contract/test_drain.py",
     "move.mid_copy": "tests/contract/test_drain.py",
-    "put.before_force": "tests/faults/test_client_death.py",
     "unit.start_over": "tests/faults/test_lost_state.py",
-    "unit.mid_compaction": "tests/storage/test_compaction.py",
-    "unit.before_compacted": "tests/storage/test_compaction.py",
     "fetch.between_header_and_payload": "tests/workers/training/test_mixin.py",
 }
 """Places that no process of a storm comes by, and the tests that do."""

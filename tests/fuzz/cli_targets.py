@@ -18,7 +18,6 @@ from tests.fuzz.target import Feed, FindingError, Target
 
 WORDS = (
     *("serve", "unit", "status", "checkpoint", "restore", "top", "ls", "show", "why", "clear", "drop", "drain"),
-    "shrink",
     *("--token-file", "--host", "--capacity", "--arena-dir", "--state-dir", "--port", "--units", "--name"),
     *("--reconnect", "--until-stdin-closes", "--json", "--partition", "--replace", "--help"),
     *("--address", "--where", "--once"),

@@ -27,8 +27,6 @@ from dataplane.ledger.commands import (
     Command,
     Commit,
     Committed,
-    CompactArena,
-    Compacted,
     Consumption,
     Drain,
     Extend,
@@ -128,8 +126,6 @@ class LedgerDriver(ReservationChecks):
             if isinstance(answer.result, Allocated)
             and isinstance(command := self.model.commands[answer.session, answer.number], Allocate)
         )
-        if isinstance(item, Compacted):
-            self.model.compacted(item)
         if not isinstance(asked, Allocate):  # those that space is given to are answered in their turn
             answers.sort(key=lambda answer: (answer.session, answer.number) != first)
         for answer in answers:
@@ -140,9 +136,7 @@ class LedgerDriver(ReservationChecks):
         self.budgets.sync(self.ledger)
         self.budgets.check_answers(self.ledger, answers)
         for output in outputs:
-            if isinstance(output, CompactArena):
-                self.check_order(output)
-            if isinstance(output, FenceSession | GrowArena | CompactArena):
+            if isinstance(output, FenceSession | GrowArena):
                 self.units[output.unit].orders.append(output)
         return outputs
 
@@ -435,9 +429,6 @@ class LedgerDriver(ReservationChecks):
             assert unit.backed < order.backed_bytes <= unit.capacity
             unit.backed = order.backed_bytes
             self.feed(Grown(unit=unit.id, backed_bytes=order.backed_bytes))
-            return
-        if isinstance(order, CompactArena):
-            self.feed(Compacted(unit=unit.id, number=order.number))
             return
         assert isinstance(order, FenceSession)
         client = self.clients[order.session]

@@ -44,12 +44,11 @@ from dataplane.ledger.commands import (
     TagColumn,
     WhyBlocked,
 )
-from tests.ledger.claim_model import Faults, Held, Name, Partition, Place, Sample, fields_of_parts, matches
-from tests.ledger.copy_model import CopyModel
+from tests.ledger.claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, fields_of_parts, matches
 from tests.ledger.values import parts_of, placement_ranges, value_places
 
 
-class Model(CopyModel):
+class Model(ClaimModel):
     def __init__(self) -> None:
         super().__init__()
         self.commands: dict[Name, Command] = {}

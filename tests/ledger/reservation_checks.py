@@ -1,12 +1,12 @@
-"""Who may be given space, in which order, and what may be copied where."""
+"""Who may be given space, and in which order."""
 
 from __future__ import annotations
 
-from dataplane.ledger.commands import Allocate, Allocated, CompactArena, Preallocate, Preallocated
+from dataplane.ledger.commands import Allocate, Allocated, Preallocate, Preallocated
 from tests.ledger.budget_books import EVICTING, wanted_bytes
 from tests.ledger.claim_checks import LIMITS
 from tests.ledger.claim_model import Name
-from tests.ledger.space_checks import SpaceChecks, granules
+from tests.ledger.space_checks import SpaceChecks
 
 
 class ReservationChecks(SpaceChecks):
@@ -40,18 +40,9 @@ class ReservationChecks(SpaceChecks):
         """Whether so many bytes were free, before this input gave some of them away, that the put must have waited for
         a piece that is large enough: it holds up nobody."""
         free = sum(size for unit in self.units for _, size in self.ledger.free_ranges(unit))
-        free += sum(each.taken_bytes for each in self.ledger._state.compactions.values()) + self.granted_bytes
+        free += self.granted_bytes
         over = not waiting.moving and self.budgets.is_over(self.ledger, waiting)
         return free >= wanted_bytes(waiting) and not over
-
-    def check_order(self, order: CompactArena) -> None:
-        """The unit copies to where nothing is, by the model's books. Nobody is given that, or what it copies, until it
-        has."""
-        used = self.in_use(order.unit)
-        self.model.ordered(order)
-        for _, target, nbytes in self.model.orders[order.unit]:
-            for granule in granules(target, nbytes):
-                assert granule not in used, f"{order.number} copies over {used[granule]}"
 
     def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
         """The placements are free by the model's books."""

@@ -123,7 +123,7 @@ class SpaceChecks(ClaimChecks):
                 assert used.setdefault(granule, value)[:2] == value[:2], (
                     f"{value} shares a granule with {used[granule]}"
                 )
-        for name, held in [*self.model.reserved.items(), *self.model.copies()]:
+        for name, held in self.model.reserved.items():
             for at, offset, nbytes in held:
                 if at == unit:
                     for granule in granules(offset, nbytes):

@@ -51,8 +51,6 @@ from dataplane.ledger.commands import (
 )
 from tests.ledger.budget_books import EVICTED
 from tests.ledger.claim_model import Name, Sample
-from tests.ledger.compactor import LedgerCompactor
-from tests.ledger.copy_model import COMPACTED
 from tests.ledger.evictor import LedgerEvictor
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.machine import HOSTS
@@ -63,7 +61,7 @@ from tests.ledger.writer import COLUMNS, SPECS, TASKS, LedgerWriter
 from tests.profiles import budget
 
 
-class LedgerMachine(LedgerSaver, LedgerCompactor):
+class LedgerMachine(LedgerSaver, LedgerMover):
     # --- rules: partitions -----------------------------------------------------------------------------------
 
     @precondition(LedgerWriter.speaking)
@@ -467,19 +465,3 @@ def test_cells_are_moved() -> None:
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
     assert min(MOVED["moved"], MOVED["skipped"], MOVED["shared"]) > 100, MOVED
-
-
-@pytest.mark.slow
-def test_arenas_are_compacted() -> None:
-    """Often enough, and enough of what was copied had been written or cleared meanwhile."""
-    COMPACTED.clear()
-    for seed in range(60):
-        machine, chance = LedgerCompactor(), Random(seed)
-        machine.start([chance.choice([20, 33, 40])] * chance.choice([1, 1, 2]), 64)
-        for _ in range(3):
-            machine.open_session(HOSTS[0])
-            machine.squeeze(chance, 30)
-            machine.check_all()
-            machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
-        machine.teardown()
-    assert min(COMPACTED["orders"], COMPACTED["moved"], COMPACTED["gone"]) > 20, COMPACTED

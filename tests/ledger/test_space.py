@@ -64,16 +64,6 @@ class SpaceMachine(RuleBasedStateMachine):
             self.free[self.backed : top] = [True] * (top - self.backed)
             self.backed = top
 
-    @rule(granules=st.integers(0, CAPACITY), odd=st.integers(0, GRANULE_BYTES - 1))
-    def unback(self, granules: int, odd: int) -> None:
-        """What is free at the end goes, but nothing below."""
-        top = min(granules + (odd > 0), self.backed)
-        while any(not free for free in self.free[top : self.backed]):
-            top += 1
-        assert self.space.unback(granules * GRANULE_BYTES + odd) == (self.backed - top) * GRANULE_BYTES
-        self.free[top:] = [False] * (CAPACITY - top)
-        self.backed = top
-
     @rule(nbytes=st.integers(1, 12 * GRANULE_BYTES))
     def take(self, nbytes: int) -> None:
         need = granules_up(nbytes) // GRANULE_BYTES

@@ -1,13 +1,11 @@
-"""What the recorder knows of draining and compaction: which cells were found on a unit or lie where it copies from, and
-which of them were moved."""
+"""What the recorder knows of draining: which cells were found on a unit, and which of them were moved."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dataplane.ledger.commands import Allocate, Command, CompactArena, Compacted, FindCells, FoundCells, Move, Moved
+from dataplane.ledger.commands import Allocate, Command, FindCells, FoundCells, Move, Moved
 from tests.ledger.values import value_places
-from tests.simulation.places import granules
 
 if TYPE_CHECKING:
     from tests.simulation.record import Cell, Name, Recorder
@@ -24,14 +22,11 @@ class Page(NamedTuple):
 
 
 class MoveBooks:
-    """`pages` are what each FindCells found. Of orders to compact that are under way, by unit and number: `orders` are
-    the ranges (from, to, bytes), `sources` the cells that lay there."""
+    """`pages` are what each FindCells found."""
 
     def __init__(self, record: Recorder) -> None:
         self.record = record
         self.pages: dict[Name, Page] = {}
-        self.orders: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        self.sources: dict[tuple[int, int], list[Cell]] = {}
 
     def answered(self, name: Name, command: Command, result: Any) -> None:
         match command, result:
@@ -80,67 +75,3 @@ class MoveBooks:
         assert (result.cells, result.skipped) == (moved, len(page.cells) - moved), (result, moved, page)
         record.counts["cells moved"] += moved
         record.counts["cells gone before they were moved"] += result.skipped
-
-    # --- compaction
-
-    def ordered(self, order: CompactArena) -> None:
-        """The unit copies from cells that live, to where nothing is; once more the same when it is told again."""
-        record, name = self.record, (order.unit, order.number)
-        ranges = list(zip(order.sources.tolist(), order.targets.tolist(), order.sizes.tolist(), strict=True))
-        if name in self.orders:
-            assert self.orders[name] == ranges, f"order {name} changed"
-            record.counts["compactions told again"] += 1
-            return
-        for _, target, nbytes in ranges:
-            assert record.free_before(order.unit, target, nbytes), f"order {name} copies to bytes in use: {target}"
-        self.sources[name] = [
-            cell
-            for cells in record.cells.values()
-            for cell in cells.values()
-            if cell.unit == order.unit and moved(ranges, cell) is not None
-        ]
-        self.orders[name] = ranges
-
-    def copy(self, order: CompactArena) -> None:
-        """The unit does it. Nobody has been given what it writes to."""
-        record, name = self.record, (order.unit, order.number)
-        data = record.memory[order.unit].data
-        for source, target, nbytes in zip(
-            *(part.tolist() for part in (order.sources, order.targets, order.sizes)), strict=True
-        ):
-            assert name in self.orders, f"order {name} is over, and is carried out"
-            for at in granules(target, nbytes):
-                assert record.memory[order.unit].granted[at] is None, f"order {name} writes to granule {at}"
-            data[target : target + nbytes] = data[source : source + nbytes]
-        record.counts["compactions"] += 1
-        record.sweep()
-
-    def compacted(self, item: Compacted) -> None:
-        """Cells that still are where they were are at their copies from now on."""
-        record, name = self.record, (item.unit, item.number)
-        ranges, sources = self.orders.pop(name, []), self.sources.pop(name, [])
-        for cells in record.cells.values():
-            for field, cell in cells.items():
-                to = moved(ranges, cell) if cell.unit == item.unit else None
-                if to is not None:
-                    assert any(cell is source for source in sources), f"{cell} came to lie where {name} copied from"
-                    cells[field] = cell._replace(offset=to)
-                    record.counts["cells compacted"] += 1
-
-    def in_use(self, unit: int) -> list[tuple[int, int, str]]:
-        """What a unit reads and writes."""
-        return [
-            (at, nbytes, f"of order {name}")
-            for name, ranges in self.orders.items()
-            if name[0] == unit
-            for source, target, nbytes in ranges
-            for at in (source, target)
-        ]
-
-
-def moved(ranges: list[tuple[int, int, int]], cell: Cell) -> int | None:
-    """Where the copy of the cell is; None if it is not copied."""
-    for source, target, nbytes in ranges:
-        if cell.value.nbytes and source <= cell.offset < source + nbytes:
-            return cell.offset - source + target
-    return None

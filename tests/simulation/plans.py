@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from random import Random
-from unittest import mock
 
 from hypothesis import strategies as st
 
-from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger import Ledger, Limits
-from dataplane.ledger.allocation import shrink
 from dataplane.ledger.commands import Mode
 from tests.simulation.client import Client
 from tests.simulation.movers import mover
@@ -100,19 +96,8 @@ def new_ledger() -> Ledger:
     return Ledger(1, limits=Limits(preallocated_part=2))
 
 
-def small_pages() -> AbstractContextManager[object]:
-    """Meanwhile parts of pages can be given back."""
-    return mock.patch.object(shrink, "PAGE_BYTES", GRANULE_BYTES)
-
-
 def simulate(plan: Plan, decisions: bytes) -> World:
-    """Run the world that `plan` and `decisions` describe, and check everything on the way. Arenas here are smaller than
-    a page, so parts of pages are given back, too."""
-    with small_pages():
-        return run(plan, decisions)
-
-
-def run(plan: Plan, decisions: bytes) -> World:
+    """Run the world that `plan` and `decisions` describe, and check everything on the way."""
     world = World(new_ledger())
     for host, capacity, backed in plan.units:
         world.add_unit(host, capacity, backed)

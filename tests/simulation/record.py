@@ -28,8 +28,6 @@ from dataplane.ledger.commands import (
     Command,
     Commit,
     Committed,
-    CompactArena,
-    Compacted,
     Heartbeat,
     Input,
     Locate,
@@ -132,8 +130,6 @@ class Recorder:
         for output in outputs:
             if isinstance(output, Answer):
                 self.answered(output)
-            if isinstance(output, CompactArena):
-                self.moves.ordered(output)
             if isinstance(output, Opened) and output.error is None:
                 self.heard.setdefault(output.session, self.now)
             if isinstance(output, UnitAdded) and isinstance(item, AddUnit):
@@ -156,8 +152,6 @@ class Recorder:
                         self.over.add(session)
             case Restarted():
                 self.restarted()
-            case Compacted():
-                self.moves.compacted(item)
             case Heartbeat(session=session):
                 self.heard[session] = self.now
             case SessionAttached(unit=unit, session=session):
@@ -295,7 +289,6 @@ class Recorder:
             for cell in cells
             if cell.unit == unit
         ]
-        used += self.moves.in_use(unit)
         return [entry for entry in used if entry[1]]
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:

@@ -49,7 +49,6 @@ from dataplane.ledger.commands import (
     SavedRows,
     Seal,
     SetTags,
-    Shrink,
     Stage,
     TagColumn,
     UInt32s,
@@ -449,14 +448,12 @@ def reader(seed: int, count: int) -> Make:
 
 
 def cleaner(seed: int, count: int) -> Make:
-    """Clears ids, whoever uses them; now and then has what is free above them given back to the machine."""
+    """Clears ids, whoever uses them."""
     random = Random(seed)
 
     def body(client: Client, thread: Thread) -> Script:
         ids = random.sample([f"s{i}" for i in range(6)], random.randint(1, 5))
         yield Ask(Clear(partition=PARTITION, samples=by_ids(ids)))
-        if random.random() < 0.5:
-            yield Ask(Shrink(timeout_s=5.0))
 
     return rounds(count, body)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.values import canonical
 from tests.profiles import LONG, budget
-from tests.simulation.plans import Plan, new_ledger, plans, schedules, simulate, small_pages
+from tests.simulation.plans import Plan, new_ledger, plans, schedules, simulate
 
 
 @LONG
@@ -24,7 +24,6 @@ def test_no_torn_or_stale_byte_and_none_lost(plan: Plan, decisions: bytes) -> No
 def test_what_was_written_down_replays(plan: Plan, decisions: bytes) -> None:
     record = simulate(plan, decisions).record
     again = new_ledger()
-    with small_pages():
-        outputs = [output for item in record.log for output in again.apply(item)]
+    outputs = [output for item in record.log for output in again.apply(item)]
     assert canonical(outputs) == canonical(record.outputs)
     assert fingerprint(again) == fingerprint(record.ledger)

@@ -1,7 +1,6 @@
 """The simulator finds what it is there to find: with a defect planted in the ledger, a unit or a client, it fails.
 
-Not here, as the simulator hardly comes by them: staged partitions that outlive their session (`test_saves.py`),
-and cells that change while they are compacted (`test_compaction.py`)."""
+Not here, as the simulator hardly comes by them: staged partitions that outlive their session (`test_saves.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from dataplane.errors import StaleSampleError
 from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.samples.compaction import Compactions
 from dataplane.ledger.samples.drain import Drains
 from dataplane.ledger.samples.partitions import UnitReports
 from dataplane.ledger.samples.snapshots import Saves
@@ -116,25 +114,6 @@ def units_take_frames_of_earlier_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unit, "write", lambda self, grant, offset, data, epoch: write(self, grant, offset, data, self.epoch))
 
 
-def what_units_grew_before_they_shrank_counts(patch: pytest.MonkeyPatch) -> None:
-    grown = UnitReports.grown
-
-    def late(self: UnitReports, item: Any) -> None:
-        unit = self.state.units.get(item.unit)
-        grown(self, item if unit is None else msgspec.structs.replace(item, shrinks=unit.shrinks))
-
-    patch.setattr(UnitReports, "grown", late)
-
-
-def units_give_back_what_is_above_half(patch: pytest.MonkeyPatch) -> None:
-    shrink = Unit.shrink
-
-    def greedy(self: Unit, order: Any) -> Any:
-        return shrink(self, msgspec.structs.replace(order, backed_bytes=order.backed_bytes // 2))
-
-    patch.setattr(Unit, "shrink", greedy)
-
-
 def saves_pin_nothing(patch: pytest.MonkeyPatch) -> None:
     save = Saves.save
 
@@ -211,18 +190,6 @@ def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drains, "_repoint_cells", forgetful)
 
 
-def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    relocation = Compactions._prepare_relocation
-
-    def careless(self: Compactions, unit: Any, values: Any) -> Any:
-        found = relocation(self, unit, values)
-        self.state.extents.unpin(found.pinned)
-        found.pinned = found.pinned[:0]
-        return found
-
-    patch.setattr(Compactions, "_prepare_relocation", careless)
-
-
 def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:
     living = Partition.living
 
@@ -268,8 +235,6 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         with_a_session_all_before_it_are_refused,
         a_restarted_unit_takes_everybody_for_gone,
         units_take_frames_of_earlier_runs,
-        what_units_grew_before_they_shrank_counts,
-        units_give_back_what_is_above_half,
         saves_pin_nothing,
         saves_show_what_is_there_now,
         restarts_forget_saves,
@@ -277,7 +242,6 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         moves_do_not_look_again,
         what_is_found_is_not_pinned,
         moves_keep_what_was_pinned,
-        what_is_compacted_is_not_pinned,
         a_waiting_call_keeps_the_others_from_being_confirmed,
     ],
 )

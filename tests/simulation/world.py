@@ -16,8 +16,6 @@ from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
     AddUnit,
     Answer,
-    CompactArena,
-    Compacted,
     FenceSession,
     GrowArena,
     Grown,
@@ -31,14 +29,11 @@ from dataplane.ledger.commands import (
     SessionAttached,
     SessionGone,
     SessionSilent,
-    ShrinkArena,
-    Shrunk,
     Tick,
     UnitAdded,
     UnitLost,
 )
 from tests.simulation.record import Name, Recorder
-from tests.simulation.rows import POISON
 
 if TYPE_CHECKING:
     from tests.simulation.client import Client
@@ -70,8 +65,6 @@ class Unit:
     fenced: set[int] = field(default_factory=set)
     attached: dict[int, Client] = field(default_factory=dict)
     stopped: set[Name] = field(default_factory=set)
-    shrinks: int = 0
-    compactions: int = 0
 
     def offer(self) -> AddUnit:
         """How it presents itself, at first and whenever its link to the controller was lost."""
@@ -84,8 +77,6 @@ class Unit:
             backed_bytes=self.backed,
             endpoints=(f"ipc://unit{self.index}",),
             arena_path=f"/nowhere/unit{self.index}",
-            shrinks=self.shrinks,
-            compactions=self.compactions,
         )
 
     def order(self, order: Output) -> None:
@@ -99,14 +90,7 @@ class Unit:
             case GrowArena(backed_bytes=wanted):
                 self.backed = max(self.backed, min(wanted, self.capacity))
                 self.world.record.backed[self.id] = self.backed
-                self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed, shrinks=self.shrinks))
-            case ShrinkArena():
-                self.world.report(self, self.shrink(order))
-            case CompactArena(number=number):
-                if number > self.compactions:
-                    self.compactions = number
-                    self.world.record.moves.copy(order)
-                self.world.report(self, Compacted(unit=self.id, number=number))
+                self.world.report(self, Grown(unit=self.id, backed_bytes=self.backed))
             case _:
                 raise AssertionError(order)
 
@@ -114,23 +98,6 @@ class Unit:
         """kill -9, and another run that goes on with the arena: it has seen nobody attach, and fenced nobody."""
         self.epoch += 1
         self.fenced, self.attached, self.stopped = set(), {}, set()
-        self.shrinks = self.compactions = 0
-
-    def shrink(self, order: ShrinkArena) -> Shrunk:
-        """What the memory from there on held is gone."""
-        if order.number > self.shrinks:
-            self.shrinks = order.number
-            self.punch(min(self.backed, order.backed_bytes))
-        return Shrunk(unit=self.id, number=order.number, backed_bytes=self.backed)
-
-    def punch(self, start: int) -> None:
-        """The memory from there on goes back to the machine."""
-        record = self.world.record
-        record.counts["bytes given back"] += self.backed - start
-        data = record.memory[self.id].data
-        data[start:] = bytes([POISON]) * (len(data) - start)
-        self.backed = record.backed[self.id] = start
-        record.sweep()
 
     def fence_with(self, session: int, others: range) -> None:
         """Sessions that are refused with the fenced one are over."""
@@ -285,12 +252,7 @@ class World:
                 case Opened(nonce=nonce):
                     client = next(client for client in self.clients if client.name == nonce.split(".")[0])
                     self.send("opened", partial(client.opened, output), to=client)
-                case (
-                    FenceSession(unit=number)
-                    | GrowArena(unit=number)
-                    | ShrinkArena(unit=number)
-                    | CompactArena(unit=number)
-                ):
+                case FenceSession(unit=number) | GrowArena(unit=number):
                     unit = self.unit(number)
                     link = ("order", number)
                     self.send("order", partial(unit.order, output), lossy=False, link=link)

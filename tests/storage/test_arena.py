@@ -127,17 +127,6 @@ def test_full_tmpfs_is_an_error_and_no_signal(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_punching_gives_memory_back(arena):
-    arena.grow(4 * MIB)
-    arena.data[:] = 255
-    full = file_blocks_bytes(arena.path)
-    assert arena.punch(MIB + 1) == MIB + PAGE_BYTES
-    assert full - file_blocks_bytes(arena.path) == 3 * MIB - PAGE_BYTES
-    assert arena.data[MIB] == 255
-    arena.grow(4 * MIB)
-    assert not arena.data[MIB + PAGE_BYTES :].any()
-
-
 def test_both_mappings_see_the_units_bytes(arena):
     arena.grow(MIB)
     with MappedArena.open(arena.path, cookie=arena.cookie) as mapped:

@@ -50,9 +50,9 @@ def going_on(record: UnitRecord, *, epoch: int) -> Adopted | None:
         return None
 
 
-def left_by(record: UnitRecord, memory: Path, *, fsynced: bool = False) -> Path:
+def left_by(record: UnitRecord, memory: Path) -> Path:
     """An arena with a word in it, as a unit leaves it that was killed."""
-    arena = record.create_arena(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper, fsynced=fsynced))
+    arena = record.create_arena(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper))
     arena.grow(8192)
     arena.data[100:105] = list(b"hello")
     record.write(arena, 3)
@@ -64,7 +64,6 @@ def test_the_next_run_finds_everything(record: UnitRecord, memory: Path) -> None
     path = left_by(record, memory)
     found = going_on(record, epoch=2)
     assert found is not None
-    assert not found.recheck
     with found.arena as arena:
         assert (arena.path, found.unit, arena.epoch) == (path, 3, 2)
         assert (arena.backed_bytes, arena.capacity_bytes) == (8192, MIB)
@@ -228,15 +227,13 @@ def test_another_boot_begins_anew(
     assert f"Arena {path} is lost: the machine was restarted; starting with an empty arena" in caplog.text
 
 
-@pytest.fixture(params=["the same boot", "another boot", "another container"])
-def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., UnitRecord]:
+@pytest.fixture(params=["the same container", "another container"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., UnitRecord]:
     """The next start of a unit, of which the arena is there all the same."""
 
     def started(arena_dir: Path) -> UnitRecord:
-        if request.param == "another boot":
-            monkeypatch.setattr(arena_record, "boot_id", lambda: "the boot after")
         locks = "/" if request.param == "another container" else tmp_path
-        return UnitRecord(tmp_path / "state", "unit/0", arena_dir, locks, fsynced=True)
+        return UnitRecord(tmp_path / "state", "unit/0", arena_dir, locks)
 
     return started
 
@@ -244,7 +241,7 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_start_with_another_arena_directory_is_refused_and_leaves_all_as_it_is(
     start: Callable[..., UnitRecord], memory: Path, tmp_path: Path
 ) -> None:
-    path = left_by(UnitRecord(tmp_path / "state", "unit/0", memory, tmp_path, fsynced=True), memory, fsynced=True)
+    path = left_by(UnitRecord(tmp_path / "state", "unit/0", memory, tmp_path), memory)
     other = tmp_path / "other"
     other.mkdir()
     again = start(other)
@@ -285,34 +282,6 @@ def test_an_arena_directory_that_was_replaced_is_refused(memory: Path, tmp_path:
     opened = again.open(lambda keeper: Arena.create(arenas, MIB, epoch=2, keeper=keeper), epoch=2)
     with opened.arena:
         assert opened.anew
-
-
-def test_an_arena_on_a_disk_outlives_its_machine_and_is_to_be_checked(
-    record: UnitRecord, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as before:
-        before.setattr(arena_record, "boot_id", lambda: "the boot before")
-        before.setattr(arena_record, "identity", lambda directory: "what the disk was called then")
-        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, fsynced=True)
-        path = left_by(there, memory, fsynced=True)
-    found = going_on(record, epoch=2)
-    assert found is not None
-    assert found.recheck
-    with found.arena as arena:
-        assert arena.path == path
-        assert arena.data[100:105].tobytes() == b"hello"
-
-
-def test_an_arena_on_a_disk_that_is_not_mounted_is_not_lost(
-    record: UnitRecord, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as before:
-        before.setattr(arena_record, "boot_id", lambda: "the boot before")
-        before.setattr(arena_record, "identity", lambda directory: "what was mounted there")
-        there = UnitRecord(record.path.parent, "unit/0", memory, tmp_path, fsynced=True)
-        left_by(there, memory, fsynced=True).unlink()
-    with pytest.raises(StateDirError, match="or its disk is not mounted"):
-        going_on(record, epoch=2)
 
 
 def test_who_begins_anew_says_which_arena_is_lost(record: UnitRecord, memory: Path) -> None:

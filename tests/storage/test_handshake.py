@@ -36,10 +36,10 @@ def test_a_client_with_a_lock_on_the_same_host_is_local(unit, lock):
     assert view.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("why", ["fsynced", "no lock", "other host", "lock gone", "arena gone"])
+@pytest.mark.parametrize("why", ["forced", "no lock", "other host", "lock gone", "arena gone"])
 def test_who_is_not_local_is_remote(unit, lock, why):
     facts, more = unit.info, {"lock": lock}
-    if why == "fsynced":
+    if why == "forced":
         more["force_remote"] = True
     elif why == "no lock":
         more = {}

@@ -1,7 +1,7 @@
 """`python -m tests.stored.build` writes what `test_stored` reads: the files of a service that was killed with a
 checkpoint of it (`stored.tar.xz`), and the version numbers of their formats (`formats.json`).
 
-It needs a directory for temporary files on a disk (TMPDIR). Two runs differ in the random names of service, arena,
+Two runs differ in the random names of service, arena,
 sessions and checkpoint, in times (generations of rows are counted from one), and in how often the journal has the time
 and a heartbeat. All else that is read is the same: `test_stored` compares.
 """
@@ -80,7 +80,7 @@ def _serve(folder: Path) -> None:
         mock.patch.object(client, "boot_id", return_value=CLIENT_HOST),
         mock.patch.object(arena, "_mounts", return_value=1),
     ):
-        settings = {**SETTINGS, **places, "durability": "machine"}
+        settings = {**SETTINGS, **places}
         with serve(settings) as server:
             first = connect(server.address)
             held = [one for name in PARTITIONS[:2] for one in fill(first, name)]

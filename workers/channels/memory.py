@@ -16,8 +16,6 @@ from dataplane.storage.arena import HEADER_BYTES, Arena, default_capacity
 log = logging.getLogger(__name__)
 
 DIRECTORY = "/dev/shm"
-KEEP_BYTES = 256 << 20
-"""When no memory is in use, backed memory above this size is returned to the operating system."""
 GROW_BYTES = 32 << 20
 
 
@@ -62,12 +60,8 @@ class ChannelMemory:
         return space
 
     def give(self, space: int, nbytes: int) -> None:
-        """Release a reserved space. If it was the last one, return backed memory above `KEEP_BYTES` to the system."""
+        """Release a reserved space. The memory behind it stays with the arena, for later messages."""
         self._space.give(space, nbytes)
-        if not self.used_bytes and self._space.backed_bytes > KEEP_BYTES:
-            # Begin with an empty allocator of the memory that `punch` leaves.
-            self._space = FreeSpace(self._arena.capacity_bytes)
-            self._space.back(self._arena.punch(KEEP_BYTES))
 
     def _grow(self, nbytes: int) -> bool:
         """Back more of the arena with memory, for a space of `nbytes`. Return whether the backed part grew."""

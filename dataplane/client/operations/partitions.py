@@ -1,5 +1,5 @@
 """Operations on partitions and on the service as a whole: declare, list, tag and clear; statistics and dashboard
-data; shrink."""
+data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dataplane.client.operations.sample_names import (
 )
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
-from dataplane.core.durations import as_timeout
 from dataplane.data.columns import declared_specs
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError
@@ -89,11 +88,6 @@ def set_tags(
 def stats(session_state: SessionState) -> Operation[c.StatsReport]:
     """Return the state of the service."""
     return (yield from ask(session_state, c.Stats()))
-
-
-def shrink(session_state: SessionState, timeout_s: float | None) -> Operation[c.Shrunken]:
-    """Return unused memory of the storage units to the operating system."""
-    return (yield from ask(session_state, c.Shrink(timeout_s=as_timeout("timeout_s", timeout_s))))
 
 
 def ask(session_state: SessionState, command: c.Answered[R]) -> Operation[R]:

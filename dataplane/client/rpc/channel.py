@@ -129,7 +129,7 @@ class ControllerChannel(OpenChannel):
         """Send a command, wait for its response and return its number and result.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
-        (Allocate, FindCells, Shrink, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
+        (Allocate, FindCells, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
         `CallTimeoutError`. Raise the error of the response; `ServiceUnavailableError` if the service is lost (for a
         durable service, after waiting `config.reconnect_s` for its restart); `ClientClosedError` if `close` is
         called in the meantime. On any failure, resources that the command may have acquired are released.

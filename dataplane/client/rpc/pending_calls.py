@@ -162,9 +162,7 @@ class Calls:
         now = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         # These commands can wait at the service.
-        if isinstance(command, c.Allocate | c.Shrink | c.FindCells) or (
-            isinstance(command, c.Claim) and command.blocking
-        ):
+        if isinstance(command, c.Allocate | c.FindCells) or (isinstance(command, c.Claim) and command.blocking):
             limit_s += command.timeout_s
         with self._lock:
             call = self._numbering.issue(command, now=now)

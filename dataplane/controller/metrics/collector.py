@@ -29,8 +29,6 @@ class AskLedger(Protocol):
 class JournalFacts(Protocol):
     """Properties of a journal that are exported as metrics."""
 
-    fsynced: bool
-
     @property
     def lag(self) -> int: ...
     @property
@@ -80,8 +78,6 @@ class ServiceMetrics(Collector):
         if self._journal is not None:
             sheet.set("journal_lag_records", self._journal.lag)
             sheet.set("journal_bytes", self._journal.journal_bytes)
-            if self._journal.fsynced:
-                sheet.histogram("journal_sync_seconds", self._recorder.syncs)
 
     def _set_counters(self, sheet: Sheet) -> None:
         """Set the metrics that count since the start: busy time, moved samples and bytes, calls."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from dataplane.controller.metrics.throughput import FlowReport, Throughput
 from dataplane.controller.metrics.timeline import Timeline, TimelineReport, store_bounded
-from dataplane.core.metrics.histograms import BOUNDS_S, Histogram, Op, Waited
+from dataplane.core.metrics.histograms import BOUNDS_S, Op, Waited
 from dataplane.core.schema import field_of
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
@@ -77,7 +77,6 @@ class Recorder:
         self._dropped = MovedTotals()
         self.by_partition: dict[str, MovedTotals] = {}
         self.by_task: dict[tuple[str, str], Waited] = {}  # waiting times of claims, by (partition, task)
-        self.syncs = Histogram()  # durations of fsyncs of the journal
         self.busy_s = 0.0  # of the ledger thread, which adds to it
         # The answers that are not counted yet, with their times of arrival and answer.
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
@@ -145,10 +144,6 @@ class Recorder:
                 follow(item, command, result, began, now)
         else:
             self._count_report(item, output, now - began)
-
-    def synced(self, took_s: float) -> None:
-        """Record an fsync of the journal that took `took_s` seconds."""
-        self.syncs.add(took_s)
 
     def record_live_bytes(self, nbytes: int) -> None:
         """Record the current number of live bytes."""

@@ -62,7 +62,6 @@ JOURNAL = [
         journal_lag_records="Records after the journal's last image (a copy of the state); a restart replays them.",
         journal_bytes="Disk space of journal and image.",
     ),
-    *_families("histogram", "", journal_sync_seconds='Duration of an fsync of the journal (durability "machine").'),
 ]
 UNITS = _families(
     "gauge",

@@ -411,12 +411,9 @@ def out_of_space(
 
 def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
     """Return whether `wanted` bytes are free in open units: if a put of this size has no space, it is held up by
-    fragmentation. Bytes taken by a compaction count as free, because they are free again when it ends. update: the put
-    may use the space reserved for updates."""
+    fragmentation. update: the put may use the space reserved for updates."""
     units = [unit for unit in state.units.values() if unit.open]
-    free = [
-        min(unit.available_bytes(update=update), unit.space.free_bytes) + state.compacting_bytes(unit) for unit in units
-    ]
+    free = [min(unit.available_bytes(update=update), unit.space.free_bytes) for unit in units]
     return sum(max(nbytes, 0) for nbytes in free) >= wanted
 
 

@@ -73,7 +73,7 @@ def growth_target(unit: Unit, need: int) -> int | None:
     """Return the backing in bytes to order so that the unit has at least `need` more bytes, as far as its ceiling
     allows; None if enough was ordered already or growth is impossible now."""
     backed = unit.space.backed_bytes
-    if not unit.open or not can_grow(unit) or unit.shrinking:
+    if not unit.open or not can_grow(unit):
         return None
     if unit.asked and unit.asked >= min(backed + need, unit.ceiling):
         return None
@@ -82,7 +82,7 @@ def growth_target(unit: Unit, need: int) -> int | None:
 
 def retry_target(unit: Unit, need: int, now: float) -> int | None:
     """Return the backing in bytes to order from a unit that failed to grow and may be tried again now, or None."""
-    if not unit.problem or unit.asked or unit.shrinking or not unit.open or now < unit.retry_at:
+    if not unit.problem or unit.asked or not unit.open or now < unit.retry_at:
         return None
     # Up to the capacity: the failed growth lowered the ceiling to what is backed.
     return min(unit.space.backed_bytes + max(STEP_BYTES, need), unit.space.capacity_bytes)
@@ -121,26 +121,6 @@ def _place_by_columns(want: Want, units: list[Unit], *, split: bool = False) -> 
         if want.values(column) and not _place_column(want, column, units, pieces, split=split):
             give_back(pieces)
             return None
-    return pieces
-
-
-def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
-    """Place the values of one column in at most `most` pieces of one unit. Return None, and take nothing, if that
-    is impossible. No value may be empty."""
-    pieces: list[Piece] = []
-    # ends[k]: sum of the first k sizes.
-    first, ends = 0, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
-    while first < len(sizes):
-        # As many values as the largest free range can hold.
-        last = int(np.searchsorted(ends, ends[first] + unit.space.largest_bytes, side="right")) - 1
-        if last == first or len(pieces) == most:  # not even one value fits, or too many pieces
-            give_back(pieces)
-            return None
-        size = granules_up(int(ends[last] - ends[first]))
-        offset = unit.space.take(size)
-        assert offset is not None, size
-        pieces.append(Piece(0, first, last, unit, offset, size))  # 0: the only column
-        first = last
     return pieces
 
 

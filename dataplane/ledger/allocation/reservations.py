@@ -310,14 +310,14 @@ class Reservations:
         return over_budget or not self._enough_expected(want)
 
     def _enough_expected(self, want: Want) -> bool:
-        """Return whether arenas are growing or being compacted, and may then have enough bytes for the put."""
+        """Return whether arenas are growing, and may then have enough bytes for the put."""
         units = self._open_units()
-        expected = [unit.space_requested(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
+        expected = [unit.space_requested(update=want.update) for unit in units]
         return sum(max(nbytes, 0) for nbytes in expected) >= want.total and self._any_growing(units)
 
     def _any_growing(self, units: list[Unit]) -> bool:
-        """Return whether one of these arenas is growing or being compacted."""
-        return any(unit.asked or self.state.compacting_bytes(unit) for unit in units)
+        """Return whether one of these arenas is growing."""
+        return any(unit.asked for unit in units)
 
     def _open_units(self) -> list[Unit]:
         return [unit for unit in self.state.units.values() if unit.open]
@@ -434,8 +434,8 @@ class Reservations:
 
 
 def _waits_for_growth_only(parked: ParkedAllocate) -> bool:
-    """Return whether the call waits only for arenas that are growing or being compacted, but not until samples are
-    cleared: the client or the partition rejects puts without space."""
+    """Return whether the call waits only for arenas that are growing, but not until samples are cleared: the client or
+    the partition rejects puts without space."""
     rejecting = not parked.command.moving and parked.partition.when_full is WhenFull.REJECT
     return rejecting or parked.command.on_full is OnFull.REJECT
 

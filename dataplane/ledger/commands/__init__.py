@@ -2,7 +2,7 @@
 
 Inputs are either a `Call` (a numbered command of a client's session) or an unnumbered report of the shell or of
 a storage unit (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
-`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Compacted`, `RowsChecked`, `Restarted`, `Tick`). Outputs are
+`SessionGone`, `SessionAlive`, `Grown`, `Restarted`, `Tick`). Outputs are
 answers (`Answer`, `Opened`, `UnitAdded`), orders to units (`UnitOrder`) and log entries (`Notice`).
 
 Samples are named by ids or by row handles (row, generation), never both. Arrays are one-dimensional numpy

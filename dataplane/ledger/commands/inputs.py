@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataplane.core.types import Checksums
-from dataplane.ledger.commands.parts import Int64s, Value
+from dataplane.ledger.commands.parts import Value
 from dataplane.ledger.commands.requests import Command
 
 
@@ -57,14 +57,11 @@ class AddUnit(Input, frozen=True, kw_only=True):
 
     An offer with a known cookie is the same unit coming back if its epoch is higher, or if its epoch is the same and it
     follows `UnitLost` or carries the unit's number (`unit`). Otherwise it is refused. An offer with a number but an
-    unknown cookie is refused too: its number comes from a service that lost its state. A changed `host` means that the
-    machine was rebooted.
+    unknown cookie is refused too: its number comes from a service that lost its state.
 
-    `fsynced`: data written to the arena survives a crash of the machine. `recheck`: the unit's rows must be compared
-    with their checksums. `instead_of` is the cookie of the unit's previous arena, which is lost with its rows.
+    `instead_of` is the cookie of the unit's previous arena, which is lost with its rows.
     `anew`: the unit lost its arena and cannot name it. If `instead_of` is unknown too, all disconnected units of its
-    name (those on its host, if any) count as lost. `shrinks` and `compactions` are the numbers of the last
-    `ShrinkArena` and `CompactArena` that the unit carried out.
+    name (those on its host, if any) count as lost.
     """
 
     name: str
@@ -76,13 +73,9 @@ class AddUnit(Input, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     arena_path: str
     unit: int = 0
-    fsynced: bool = False
-    recheck: bool = False
     instead_of: str = ""
     curve_key: str = ""
-    shrinks: int = 0
     anew: bool = False
-    compactions: int = 0
 
 
 class UnitLost(Input, frozen=True, kw_only=True):
@@ -124,45 +117,11 @@ class SessionAlive(Input, frozen=True, kw_only=True):
 
 
 class Grown(Input, frozen=True, kw_only=True):
-    """The arena is backed by memory up to `backed_bytes`. `error` says why it is not more. `shrinks` is the
-    number of the last `ShrinkArena` that the unit carried out before."""
+    """The arena is backed by memory up to `backed_bytes`. `error` says why it is not more."""
 
     unit: int
     backed_bytes: int
     error: str | None = None
-    shrinks: int = 0
-
-
-class Shrunk(Input, frozen=True, kw_only=True):
-    """The unit carried out the `ShrinkArena` of this `number`, possibly before. Its arena is backed up to
-    `backed_bytes`. `error` says why the memory was not returned to the machine."""
-
-    unit: int
-    number: int
-    backed_bytes: int
-    error: str | None = None
-
-
-class Compacted(Input, frozen=True, kw_only=True):
-    """The unit carried out the `CompactArena` of this `number`, possibly before. `error` says why the copies
-    cannot be used."""
-
-    unit: int
-    number: int
-    error: str | None = None
-
-
-class RowsChecked(Input, frozen=True, kw_only=True):
-    """Result of one `CheckRows`, up to row `last` of a field: row, generation and arena offset of each row whose
-    bytes do not match their checksum."""
-
-    unit: int
-    partition: str
-    field: str
-    last: int
-    rows: Int64s
-    generations: Int64s
-    offsets: Int64s
 
 
 class Restarted(Input, frozen=True, kw_only=True):

@@ -39,7 +39,6 @@ class Inspect(Answered[Matrix], frozen=True, kw_only=True):
     """Return how much of a partition is produced and consumed, by age, in at most `columns` parts. Answered
     `Matrix`."""
 
-    lasting = False
     partition: str
     columns: int
 
@@ -99,7 +98,6 @@ class Show(Answered[Shown], frozen=True, kw_only=True):
     """Return all facts about one sample of `partition`, or with "" of the first registered partition that has
     its id. Answered `Shown`."""
 
-    lasting = False
     partition: str = ""
     samples: Samples
 
@@ -125,7 +123,6 @@ class MemoryMap(Result, frozen=True, kw_only=True):
 class MapMemory(Answered[MemoryMap], frozen=True, kw_only=True):
     """Return how the bytes of a unit's arena are used, in at most `cells` equal parts. Answered `MemoryMap`."""
 
-    lasting = False
     unit: int
     cells: int
 
@@ -166,7 +163,6 @@ class Waits(Answered[WaitList], frozen=True, kw_only=True):
     """List waiting calls, longest wait first: those of `partition` ("": all), claims of `task` ("": of all
     tasks, and puts), at most `limit` (0: all). Answered `WaitList`."""
 
-    lasting = False
     partition: str = ""
     task: str = ""
     limit: int = 0

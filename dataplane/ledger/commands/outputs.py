@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands.parts import Int64s, UInt32s, UnitInfo, Value
+from dataplane.ledger.commands.parts import UnitInfo, Value
 from dataplane.ledger.commands.results import Result
 
 
@@ -71,38 +71,4 @@ class GrowArena(Output, frozen=True, kw_only=True):
     backed_bytes: int
 
 
-class ShrinkArena(Output, frozen=True, kw_only=True):
-    """Order to `unit`: discard earlier orders to grow, return the memory from `backed_bytes` on to the machine,
-    then report `Shrunk`. If the order of this `number` was carried out before, only report it."""
-
-    unit: int
-    number: int
-    backed_bytes: int
-
-
-class CompactArena(Output, frozen=True, kw_only=True):
-    """Order to `unit`: copy `sizes[i]` bytes from `sources[i]` to `targets[i]` of the arena, then report
-    `Compacted`. If the order of this `number` was carried out before, only report it. No two ranges overlap."""
-
-    unit: int
-    number: int
-    sources: Int64s
-    targets: Int64s
-    sizes: Int64s
-
-
-class CheckRows(Output, frozen=True, kw_only=True):
-    """Order to `unit`: compare these rows of one field with their checksums, then report `RowsChecked`. Row
-    `rows[i]` is `sizes[i]` bytes at `offsets[i]` of the arena."""
-
-    unit: int
-    partition: str
-    field: str
-    rows: Int64s
-    generations: Int64s
-    offsets: Int64s
-    sizes: Int64s
-    checksums: UInt32s
-
-
-UnitOrder = FenceSession | GrowArena | ShrinkArena | CompactArena | CheckRows
+UnitOrder = FenceSession | GrowArena

@@ -37,7 +37,7 @@ class OnFull(enum.StrEnum):
     """What an allocation does if it finds no space.
 
     WAIT: it waits until its deadline, unless its partition's `when_full` is REJECT. REJECT: it waits only for arenas
-    that are growing or being compacted, and fails otherwise.
+    that are growing, and fails otherwise.
     """
 
     WAIT = "wait"
@@ -191,9 +191,8 @@ class SavedPartition(Value, frozen=True, kw_only=True):
 
 
 class UnitInfo(Value, frozen=True, kw_only=True):
-    """A storage unit as clients see it. `endpoints` are ZMQ addresses, ipc before tcp. `fsynced`: a writer into
-    the mapped arena must fsync before it commits. `curve_key` is the public key for connections to the endpoints
-    ("": unencrypted)."""
+    """A storage unit as clients see it. `endpoints` are ZMQ addresses, ipc before tcp. `curve_key`
+    is the public key for connections to the endpoints ("": unencrypted)."""
 
     unit: int
     name: str
@@ -202,5 +201,4 @@ class UnitInfo(Value, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     arena_path: str
     capacity_bytes: int
-    fsynced: bool = False
     curve_key: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Generic, TypeVar, get_args
+from typing import Generic, TypeVar, get_args
 
 from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.core.types import FieldSpec
@@ -40,7 +40,6 @@ from dataplane.ledger.commands.results import (
     Result,
     Saved,
     SavedRows,
-    Shrunken,
     StatsReport,
     UnitList,
 )
@@ -49,12 +48,7 @@ R = TypeVar("R", bound=Result)
 
 
 class Command(Value, frozen=True, kw_only=True):
-    """Base class of the commands of a `Call`. `timeout_s` of a command that can park counts from the last `Tick`.
-
-    lasting: whether the command changes state that must survive a crash of the machine.
-    """
-
-    lasting: ClassVar[bool] = True
+    """Base class of the commands of a `Call`. `timeout_s` of a command that can park counts from the last `Tick`."""
 
 
 class Answered(Command, Generic[R], frozen=True, kw_only=True):
@@ -74,8 +68,6 @@ class Bye(Answered[Done], frozen=True, kw_only=True):
 
 class Units(Answered[UnitList], frozen=True, kw_only=True):
     """List all storage units. Answered `UnitList`."""
-
-    lasting = False
 
 
 class Register(Answered[Done], frozen=True, kw_only=True):
@@ -204,7 +196,6 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
     0) are not errors, and the answer includes variants (`schema.variants_of`).
     """
 
-    lasting = False
     partition: str
     samples: Samples
     fields: tuple[str, ...]
@@ -214,7 +205,6 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
 class Release(Answered[Done], frozen=True, kw_only=True):
     """Unpin the cells that call `located` pinned, even if that call was lost or is not yet seen. Answered `Done`."""
 
-    lasting = False
     located: int
 
 
@@ -348,7 +338,6 @@ class SetVersion(Answered[Done], frozen=True, kw_only=True):
 class List(Answered[Listed], frozen=True, kw_only=True):
     """List all live samples, oldest first, up to `limit`, or with `samples` exactly those. Answered `Listed`."""
 
-    lasting = False
     partition: str
     samples: Samples | None = None
     limit: int | None = None
@@ -358,23 +347,14 @@ class Stats(Answered[StatsReport], frozen=True, kw_only=True):
     """Return statistics of these partitions (none named: all), oldest first, at most `limit` of them (0: no
     limit). Answered `StatsReport`."""
 
-    lasting = False
     partitions: tuple[str, ...] = ()
     limit: int = 0
-
-
-class Shrink(Answered[Shrunken], frozen=True, kw_only=True):
-    """Make every connected unit return the memory above its highest used byte to the machine. Answered
-    `Shrunken` when all have done so, or at the deadline. Later puts grow the arenas again."""
-
-    timeout_s: float = 30.0
 
 
 class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
     """Explain why a claim of `fields` by `task` would wait now. Answered `Blocked`. The other fields are as in
     `Claim`."""
 
-    lasting = False
     partition: str
     task: str
     fields: tuple[str, ...] = ()

@@ -248,28 +248,6 @@ class StatsReport(Result, frozen=True, kw_only=True):
     partition_count: int = 0
 
 
-class UnitShrunk(Value, frozen=True, kw_only=True):
-    """`given_bytes` were returned to the machine, `backed_bytes` are still backed. `error` says why nothing was
-    returned, or why the outcome is unknown."""
-
-    unit: int
-    name: str
-    given_bytes: int
-    backed_bytes: int
-    error: str = ""
-
-
-class Shrunken(Result, frozen=True, kw_only=True):
-    """The result of `Shrink` for each storage unit."""
-
-    units: tuple[UnitShrunk, ...]
-
-    @property
-    def given_bytes(self) -> int:
-        """The sum over all units."""
-        return sum(unit.given_bytes for unit in self.units)
-
-
 class Writer(Value, frozen=True, kw_only=True):
     """A session that wrote to a partition `ago_s` seconds ago. `live`: the session has not ended. `fields` are
     the requested fields that no other session wrote later."""

@@ -30,7 +30,6 @@ from dataplane.ledger.state import (
     free_space,
     limits,
     partition,
-    relocations,
     rows,
     sessions,
     snapshot,
@@ -175,7 +174,6 @@ _STORED = _by_name(
         *(eviction_outlook, extents, fields, free_space, limits, partition),
         *(
             reservations,
-            relocations,
             rows,
             sessions,
             snapshot,

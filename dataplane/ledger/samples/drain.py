@@ -39,9 +39,9 @@ class Page(NamedTuple):
 
 
 class Drains:
-    """Executes `Drain`, `FindCells` and `Move`, and moves the cells of compactions. The methods that take (session,
-    number, command) execute call `number` of that session. A reservation is the space for copies, `pinned` are the
-    extents in which the cells were found. `commits` has the rules that moves share with puts."""
+    """Executes `Drain`, `FindCells` and `Move`. The methods that take (session, number, command) execute
+    call `number` of that session. A reservation is the space for copies, `pinned` are the extents in
+    which the cells were found. `commits` has the rules that moves share with puts."""
 
     def __init__(self, state: State, commits: Commits) -> None:
         self.state = state
@@ -204,7 +204,7 @@ class Drains:
             offsets = field.offsets[rows]
             last = np.partition(offsets, command.max_cells - 1)[command.max_cells - 1]
             rows = rows[offsets <= last]
-        rows, values, firsts = page_of(field, rows, self.state.limits.samples)  # very many may share the last value
+        rows, values, firsts = _page_of(field, rows, self.state.limits.samples)  # very many may share the last value
         ends = np.cumsum(field.bytes_of(rows[firsts]))
         count = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)  # at least one value
         return Page(rows[values < count], values[values < count], firsts[:count])
@@ -244,37 +244,14 @@ class Drains:
             self.state.free_reservation(session, command.reservation)
             raise
         del session.reservations[command.reservation]
-        self._finish_move(partition, field, command, held, kept, session.pins.pop(command.located))
+        pinned = session.pins.pop(command.located)
+        if field is not None and len(kept):
+            self._repoint_cells(partition, field, command, held, kept, pinned)
+        else:  # the copies are not used
+            self.state.extents.unpin(pinned)
+            if any(held.pieces):
+                self.state.extents.free(held.extents())
         return Moved(cells=len(kept), skipped=len(command.rows) - len(kept))
-
-    def relocate(self, partition: Partition, command: Move, reservation: PutReservation, pinned: Int32s) -> None:
-        """Point cells at copies that their unit made in `reservation`, for a compaction. `pinned`: the extents that the
-        cells had."""
-        field = None if partition.dropped else partition.fields.get(command.field)
-        kept = self._unchanged_positions(command, partition, field, pinned)
-        self._finish_move(partition, field, command, reservation, kept, pinned)
-
-    def drop_copies(self, reservation: PutReservation, pinned: Int32s) -> None:
-        """Free the copies, and unpin the extents of the cells, which stay where they are."""
-        self.state.extents.unpin(pinned)
-        if any(reservation.pieces):
-            self.state.extents.free(reservation.extents())
-
-    def _finish_move(
-        self,
-        partition: Partition,
-        field: Field | None,
-        command: Move,
-        reservation: PutReservation,
-        kept: Int64s,
-        pinned: Int32s,
-    ) -> None:
-        """Point cells (`kept`: their positions in the command) at their copies, or free the copies if there are no such
-        cells. Unpin the old extents."""
-        if field is None or not len(kept):
-            self.drop_copies(reservation, pinned)
-        else:
-            self._repoint_cells(partition, field, command, reservation, kept, pinned)
 
     def _check_move(
         self, session: Session, command: Move, reservation: PutReservation
@@ -355,7 +332,7 @@ class Drains:
             extents.free(np.array(unused, np.int32))
 
 
-def page_of(field: Field, rows: Int64s, most: int) -> Page:
+def _page_of(field: Field, rows: Int64s, most: int) -> Page:
     """Return the first `most` of the cells of these rows, by address. Every row must have a cell. Cells with the same
     offset and length share a value."""
     offsets, lengths = field.offsets[rows], field.lengths_of(rows)

@@ -16,11 +16,8 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.placement import MAX_BYTES
 from dataplane.ledger.allocation.reservations import RETRY_S, Reservations
-from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import check_tags
-from dataplane.ledger.samples.compaction import Compactions
-from dataplane.ledger.samples.scrub import Recheck
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedClaim, Session
@@ -149,18 +146,13 @@ class Partitions:
 class UnitReports:
     """Handles what storage units report about themselves: offers of arenas, losses and growth; also drops units.
     `cookies`: unit numbers by cookie, with which a unit names its arena; `added`: the last unit number given out.
-    `recheck` orders the comparison of rows with checksums. The other attributes are the parts of the ledger that
-    reports concern: growth (`reservations`), pending orders (`shrinks`, `compactions`), sessions (`liveness`)."""
+    The other attributes are the parts of the ledger that
+    reports concern: growth (`reservations`), sessions (`liveness`)."""
 
-    def __init__(
-        self, state: State, reservations: Reservations, liveness: Liveness, shrinks: Shrinks, compactions: Compactions
-    ) -> None:
+    def __init__(self, state: State, reservations: Reservations, liveness: Liveness) -> None:
         self.state = state
         self.reservations = reservations
-        self.shrinks = shrinks
-        self.compactions = compactions
         self.liveness = liveness
-        self.recheck = Recheck(state)
         self.cookies: dict[str, int] = {}
         self.added = 0
 
@@ -224,21 +216,10 @@ class UnitReports:
             error = InvalidRequestError(f"storage unit {item.name!r} cannot be registered: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
-        # Compared before the new offer replaces the old one: a new epoch, or a check that has not ended.
-        recheck = item.recheck and (item.epoch > unit.epoch or unit.checking)
-        if item.host != unit.host:
-            self.liveness.machine_restarted(unit.number, unit.host)
         unit.offer, unit.connected, unit.awaited = item, True, False
-        backing_is_current = self.shrinks.handle_offer(unit, item.shrinks)
-        # Until the unit has carried out the last order to shrink, its backing counts as that order left it.
-        unit.record_backing(item.backed_bytes if backing_is_current else unit.space.backed_bytes)
-        unit.compactions = max(item.compactions, unit.compactions)
+        unit.record_backing(item.backed_bytes)
         self._announce(unit)
-        self.shrinks.order_again(unit)
-        self.compactions.order_again(unit)
         self.liveness.unit_back(unit.number)
-        if recheck:
-            self.recheck.begin(unit)
 
     def _drop_previous(self, item: c.AddUnit) -> bool:
         """Drop the arena that this unit had before (named by `instead_of`, else see `_previous_units`), with its rows.
@@ -275,27 +256,21 @@ class UnitReports:
         self.state.recheck_all_puts()
 
     def lost(self, item: c.UnitLost) -> None:
-        """Handle the loss of the connection to a unit. Its rows are kept. A pending order to grow is void, and calls no
-        longer wait for it to shrink."""
+        """Handle the loss of the connection to a unit. Its rows are kept. A pending order to grow is void."""
         unit = self.state.units.get(item.unit)
         if unit is not None:
             unit.connected = False
             unit.asked = 0
-            self.shrinks.unit_gone(unit.number)
             self.state.recheck_all_puts()
 
     def grown(self, item: c.Grown) -> None:
-        """Handle a unit's report about its backing after an order to grow. A report from before the last order to
-        shrink is outdated."""
+        """Handle a unit's report about its backing after an order to grow."""
         unit = self.state.units.get(item.unit)
-        if unit is not None and item.shrinks == unit.shrinks:
+        if unit is not None:
             unit.record_backing(item.backed_bytes, item.error or "")
             unit.retry_at = self.state.now + RETRY_S  # of growth, if it failed
             self.reservations.grow_ahead(unit)
             self.state.extents.freed = True
-
-    def rows_checked(self, item: c.RowsChecked) -> None:
-        self.recheck.checked(item)
 
     def drop(self, item: c.DropUnit) -> None:
         """Handle the input `DropUnit`: drop the unit and output the result."""
@@ -328,8 +303,6 @@ class UnitReports:
         for partition, rows in rows_on_unit:
             partition.clear_lost(rows, f"with storage unit {unit.number} ({unit.offer.name})")
             state.touch(partition)
-        self.shrinks.unit_gone(unit.number)
-        state.compactions.pop(unit.number, None)
         self.liveness.unit_dropped(unit.number)  # before the extents, which sessions refer to, are removed
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]

@@ -77,9 +77,9 @@ class Extents:
 
     `live`: number of live cells of each extent. `pins`: number of `pin` calls without `unpin`. `sizes`: bytes held, in
     whole granules; an extent of empty values holds none. `owners`: account numbers (0: space without an account, which
-    is preallocated, or taken for moved cells or a compaction). Numbers below `high` are in use, or `spare`. `several`:
-    records of the extents with several values (`is_several`). `accounts`: open accounts, and closed ones that still
-    have bytes, by number; `opened` is the last number given out.
+    is preallocated, or taken for moved cells). Numbers below `high` are in use, or `spare`. `several`: records of the
+    extents with several values (`is_several`). `accounts`: open accounts, and closed ones that still have bytes, by
+    number; `opened` is the last number given out.
 
     `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
     lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
@@ -206,26 +206,6 @@ class Extents:
         several = self.several.get(number)
         if several is not None and 2 * several.live_bytes < self.sizes[number] and not self.pins[number]:
             self._trim(number, several)
-
-    def spans(self, unit: int) -> tuple[Int64s, Int64s, Int32s]:
-        """Return start, size and extent of all held ranges of the unit, by address. A trimmed extent may have several
-        ranges."""
-        numbers = self.of_unit(unit)
-        numbers = numbers[self.sizes[numbers] > 0]
-        trimmed = [n for n in numbers[self.is_several[numbers]].tolist() if self.several[n].pieces is not None]
-        parts = [(start, size, n) for n in trimmed for start, size in self.several[n].pieces or ()]
-        whole = numbers[~np.isin(numbers, trimmed)]
-        starts = np.concatenate((self.starts[whole], np.array([part[0] for part in parts], np.int64)))
-        sizes = np.concatenate((self.sizes[whole], np.array([part[1] for part in parts], np.int64)))
-        holders = np.concatenate((whole, np.array([part[2] for part in parts], np.int32)))
-        order = starts.argsort()
-        return starts[order], sizes[order], holders[order]
-
-    def trim_after_last_pin(self, numbers: Int32s) -> None:
-        """Have `unpin` trim these extents when their last pin is removed, however few of their cells are dead."""
-        for number in numbers[self.is_several[numbers]].tolist():
-            several = self.several[number]
-            several.whole_bytes = 2 * several.live_bytes + 1  # makes `trim_is_due` true
 
     def pin(self, numbers: Int32s) -> None:
         """Add one pin to each of these extents (no repeats), which keeps their bytes in place."""

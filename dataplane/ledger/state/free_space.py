@@ -67,25 +67,6 @@ class FreeSpace:
             self.backed_bytes = top
             self.give(old, top - old)
 
-    def unback(self, to_bytes: int) -> int:
-        """Lower the end of the backed bytes to `to_bytes`, or to the end of the last range in use if that is higher.
-        Return the number of bytes removed."""
-        if not self._starts:
-            return 0
-        starts = self._starts[-1]
-        block, position, old = len(self._starts) - 1, len(starts) - 1, self.backed_bytes  # the last fragment
-        top = max(granules_up(to_bytes), self.highest_used_bytes)
-        if top >= old:
-            return 0
-        # All bytes from `highest_used_bytes` to the old end are in the last fragment.
-        if starts[position] < top:
-            self._resize(block, position, top - starts[position])
-        else:
-            self._remove(block, position)
-        self.free_bytes -= old - top
-        self.backed_bytes = top
-        return old - top
-
     def take(self, nbytes: int) -> int | None:
         """Allocate `nbytes` (> 0) at the lowest possible offset. Return the offset, or None if no fragment is large
         enough."""
@@ -99,14 +80,6 @@ class FreeSpace:
             return None
         position = next(i for i, size in enumerate(self._sizes[block]) if size >= need)
         return self._cut(block, position, need)
-
-    def take_at(self, offset: int, nbytes: int) -> None:
-        """Allocate the first `nbytes`, a multiple of the granule, of the fragment that begins at `offset`."""
-        block = bisect_right(self._firsts, offset) - 1
-        position = bisect_left(self._starts[block], offset)
-        assert self._starts[block][position] == offset, (offset, nbytes)
-        assert nbytes <= self._sizes[block][position], (offset, nbytes)
-        self._cut(block, position, nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free [offset, offset + nbytes). Asserts that the range was in use."""

@@ -12,7 +12,7 @@ import numpy as np
 from dataplane.core.durations import UNLIMITED_S
 from dataplane.core.number_set import NumberSet
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, Samples, UnitShrunk
+from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, Samples
 from dataplane.ledger.commands.result_size import size_of
 from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.free_space import granules_up
@@ -128,15 +128,6 @@ class ParkedAllocate(Parked):
     def total(self) -> int:
         """The requested bytes, in whole granules."""
         return self.want.total
-
-
-class ParkedShrink(Parked):
-    """A waiting shrink call. `found`: results by unit. `waits_for`: numbers of pending orders by unit."""
-
-    def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
-        super().__init__(session, number, since, timeout_s)
-        self.found: dict[int, UnitShrunk] = {}
-        self.waits_for: dict[int, int] = {}
 
 
 class ParkedFind(Parked):

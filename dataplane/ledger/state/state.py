@@ -19,13 +19,11 @@ from dataplane.ledger.state.claim_terms import kind_of
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.relocations import Compaction
 from dataplane.ledger.state.sessions import (
     Parked,
     ParkedAllocate,
     ParkedClaim,
     ParkedFind,
-    ParkedShrink,
     PutReservation,
     ReservedSpace,
     Session,
@@ -48,11 +46,10 @@ class State:
     states, so that a sample of a lost state is never confused with one of this state. `out`: outputs of the current
     input. `watermarks`: parts of a limit at which `pressed` ends and begins. `touched`: partitions whose parked claims
     must be evaluated again. `claim_waiters`: parked claims, by session and call number. `space_waiters`: puts that wait
-    for space, by `update`, then by account; puts that move cells are in `moves`. `shrinkers` and `finders`: parked
-    `Shrink` and `FindCells` calls. `parked`: the number of all parked calls. `resting`: accounts whose budget is
-    exhausted, so that their first put can only be granted after a change of the account, by `update`. `budgeted`:
-    partitions with a budget, by account. `compactions`: active compactions, by unit. The next compaction for waiting
-    puts starts at `compact_at` at the earliest.
+    for space, by `update`, then by account; puts that move cells are in `moves`. `finders`: parked
+    `FindCells` calls. `parked`: the number of all parked calls. `resting`: accounts whose budget is
+    exhausted, so that their first put can only be granted after a change of the account, by
+    `update`. `budgeted`: partitions with a budget, by account.
 
     `alarms` and `wakes` are heaps by time; outdated entries are skipped. `alarms`: (deadline, place, session number,
     call number) of parked calls. `wakes`: (time, serial, partition) at which parked claims are evaluated again because
@@ -95,9 +92,6 @@ class State:
         self.claim_waiters: dict[tuple[int, int], ParkedClaim] = {}
         self.resting: dict[bool, set[int]] = {True: set(), False: set()}
         self.moves: Line = {}
-        self.compactions: dict[int, Compaction] = {}
-        self.compact_at = 0.0
-        self.shrinkers: dict[tuple[int, int], ParkedShrink] = {}
         self.touched: dict[str, Partition] = {}
         self.alarms: list[tuple[float, int, int, int]] = []
         self.leases = Leases()
@@ -121,11 +115,6 @@ class State:
             known = ", ".join(map(str, list(self.units)[:8])) or "none"
             raise InvalidRequestError(f"no storage unit {number}; registered units are: {known}")
         return unit
-
-    def compacting_bytes(self, unit: Unit) -> int:
-        """Return the bytes of the unit's free space that an active compaction occupies."""
-        compaction = self.compactions.get(unit.number)
-        return 0 if compaction is None else compaction.taken_bytes
 
     def spans_several_hosts(self) -> bool:
         """Whether sessions and units are on more than one host."""
@@ -258,8 +247,7 @@ class State:
     # --- calls that wait
 
     def park(self, parked: Parked) -> None:
-        """Register a call that waits, until `unpark`. Raises `LimitError` if too many calls wait. A `ParkedShrink` is
-        added to `shrinkers` by the caller."""
+        """Register a call that waits, until `unpark`. Raises `LimitError` if too many calls wait."""
         check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
         parked.session.parked[parked.number] = parked
@@ -280,8 +268,6 @@ class State:
             self._unpark_claim(parked)
         elif isinstance(parked, ParkedAllocate):
             self._unpark_put(parked)
-        elif isinstance(parked, ParkedShrink):
-            self.shrinkers.pop(parked.key, None)
         elif isinstance(parked, ParkedFind):
             self._set_finders(tuple([other for other in self.finders if other is not parked]))
         self.answer(parked.session, parked.number, result)

@@ -6,20 +6,19 @@ from dataplane.ledger.commands import AddUnit, UnitInfo
 from dataplane.ledger.state.free_space import FreeSpace
 
 LATE_S = 5.0
-"""Time after which a pending order to grow or shrink an arena is reported as a problem."""
+"""Time after which a pending order to grow an arena is reported as a problem."""
 
 
 class Unit:
     """State of one storage unit.
 
-    `draining`: the unit accepts no new rows, and its rows are moved to other units. `ceiling`: maximum backing of the
-    arena: its capacity, or less after failed growth. `asked`: ordered backing that is not reported yet (0: none).
-    `awaited`: the controller was restarted and the unit has not registered again; it may still be running. `checking`:
-    the unit compares its rows with their checksums. `shrinks` counts the orders to return memory. `shrinking`: the last
-    one is pending; meanwhile the unit gets no order to grow, and its reports of backing are outdated. `compactions`
-    counts the orders to compact. `problem`: why the last growth failed; growth is retried at `retry_at` at the
-    earliest. `ordered_at`: time of the pending order (`asked` or `shrinking`). `peak_bytes`: maximum of the used
-    bytes. `pressed`: the use reached the high watermark (see `Pressure`). `offer`: the unit's last offer."""
+    `draining`: the unit accepts no new rows, and its rows are moved to other units. `ceiling`:
+    maximum backing of the arena: its capacity, or less after failed growth. `asked`: ordered
+    backing that is not reported yet (0: none). `awaited`: the controller was restarted and the unit
+    has not registered again; it may still be running. `problem`: why the last growth failed; growth
+    is retried at `retry_at` at the earliest. `ordered_at`: time of the pending order (`asked`).
+    `peak_bytes`: maximum of the used bytes. `pressed`: the use reached the high watermark (see
+    `Pressure`). `offer`: the unit's last offer."""
 
     draining = False
     ordered_at = 0.0
@@ -31,16 +30,12 @@ class Unit:
         self.space.back(offer.backed_bytes)
         self.ceiling = self.space.capacity_bytes
         self.asked = 0
-        self.shrinks = offer.shrinks
-        self.shrinking = False
-        self.compactions = offer.compactions
         self.problem = ""
         self.retry_at = 0.0
         self.peak_bytes = 0
         self.pressed = False
         self.connected = True
         self.awaited = False
-        self.checking = False
         self.offer = offer
 
     @property
@@ -59,7 +54,7 @@ class Unit:
     def growth_problem(self, now: float) -> str:
         """Return why the arena cannot grow now, as text for messages; "" if no reason is known."""
         late_s = now - self.ordered_at
-        if self.connected and (self.asked or self.shrinking) and late_s >= LATE_S:
+        if self.connected and self.asked and late_s >= LATE_S:
             return f"it has not answered for {late_s:.0f} s; its process may be stopped, or its machine too busy"
         return self.problem
 
@@ -97,7 +92,6 @@ class Unit:
             endpoints=self.offer.endpoints,
             arena_path=self.offer.arena_path,
             capacity_bytes=self.offer.capacity_bytes,
-            fsynced=self.offer.fsynced,
             curve_key=self.offer.curve_key,
         )
 

@@ -271,7 +271,7 @@ class FieldLocations(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., units: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class UnitInfo(_message.Message):
-    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "fsynced", "curve_key")
+    __slots__ = ("unit", "name", "host", "epoch", "endpoints", "arena_path", "capacity_bytes", "curve_key")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -279,7 +279,6 @@ class UnitInfo(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FSYNCED_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     unit: int
     name: str
@@ -288,9 +287,8 @@ class UnitInfo(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
     capacity_bytes: int
-    fsynced: bool
     curve_key: str
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., fsynced: bool = ..., curve_key: _Optional[str] = ...) -> None: ...
+    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., curve_key: _Optional[str] = ...) -> None: ...
 
 class NamedTexts(_message.Message):
     __slots__ = ("name", "values")
@@ -411,43 +409,31 @@ class ByeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class UnitReport(_message.Message):
-    __slots__ = ("add", "attached", "gone", "alive", "grown", "shrunk", "checked", "compacted")
+    __slots__ = ("add", "attached", "gone", "alive", "grown")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     GROWN_FIELD_NUMBER: _ClassVar[int]
-    SHRUNK_FIELD_NUMBER: _ClassVar[int]
-    CHECKED_FIELD_NUMBER: _ClassVar[int]
-    COMPACTED_FIELD_NUMBER: _ClassVar[int]
     add: AddUnit
     attached: SessionAttached
     gone: SessionGone
     alive: SessionAlive
     grown: Grown
-    shrunk: Shrunk
-    checked: RowsChecked
-    compacted: Compacted
-    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., shrunk: _Optional[_Union[Shrunk, _Mapping]] = ..., checked: _Optional[_Union[RowsChecked, _Mapping]] = ..., compacted: _Optional[_Union[Compacted, _Mapping]] = ...) -> None: ...
+    def __init__(self, add: _Optional[_Union[AddUnit, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., gone: _Optional[_Union[SessionGone, _Mapping]] = ..., alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ...) -> None: ...
 
 class UnitOrder(_message.Message):
-    __slots__ = ("added", "fence", "grow", "shrink", "check", "compact")
+    __slots__ = ("added", "fence", "grow")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     GROW_FIELD_NUMBER: _ClassVar[int]
-    SHRINK_FIELD_NUMBER: _ClassVar[int]
-    CHECK_FIELD_NUMBER: _ClassVar[int]
-    COMPACT_FIELD_NUMBER: _ClassVar[int]
     added: UnitAdded
     fence: FenceSession
     grow: GrowArena
-    shrink: ShrinkArena
-    check: CheckRows
-    compact: CompactArena
-    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkArena, _Mapping]] = ..., check: _Optional[_Union[CheckRows, _Mapping]] = ..., compact: _Optional[_Union[CompactArena, _Mapping]] = ...) -> None: ...
+    def __init__(self, added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence: _Optional[_Union[FenceSession, _Mapping]] = ..., grow: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
 
 class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "fsynced", "recheck", "instead_of", "curve_key", "protocol_version", "shrinks", "anew", "compactions")
+    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "instead_of", "curve_key", "protocol_version", "anew")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -457,14 +443,10 @@ class AddUnit(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
-    FSYNCED_FIELD_NUMBER: _ClassVar[int]
-    RECHECK_FIELD_NUMBER: _ClassVar[int]
     INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    SHRINKS_FIELD_NUMBER: _ClassVar[int]
     ANEW_FIELD_NUMBER: _ClassVar[int]
-    COMPACTIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -474,15 +456,11 @@ class AddUnit(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     arena_path: str
     unit: int
-    fsynced: bool
-    recheck: bool
     instead_of: str
     curve_key: str
     protocol_version: int
-    shrinks: int
     anew: bool
-    compactions: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., fsynced: bool = ..., recheck: bool = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., shrinks: _Optional[int] = ..., anew: bool = ..., compactions: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., protocol_version: _Optional[int] = ..., anew: bool = ...) -> None: ...
 
 class UnitAdded(_message.Message):
     __slots__ = ("cookie", "unit")
@@ -545,16 +523,14 @@ class SessionSilent(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class Grown(_message.Message):
-    __slots__ = ("unit", "backed_bytes", "error", "shrinks")
+    __slots__ = ("unit", "backed_bytes", "error")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    SHRINKS_FIELD_NUMBER: _ClassVar[int]
     unit: int
     backed_bytes: int
     error: str
-    shrinks: int
-    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ..., shrinks: _Optional[int] = ...) -> None: ...
+    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class FenceSession(_message.Message):
     __slots__ = ("unit", "session", "lock_path", "first", "last")
@@ -577,90 +553,6 @@ class GrowArena(_message.Message):
     unit: int
     backed_bytes: int
     def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
-
-class ShrinkArena(_message.Message):
-    __slots__ = ("unit", "number", "backed_bytes")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    number: int
-    backed_bytes: int
-    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
-
-class Shrunk(_message.Message):
-    __slots__ = ("unit", "number", "backed_bytes", "error")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    number: int
-    backed_bytes: int
-    error: str
-    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
-
-class CompactArena(_message.Message):
-    __slots__ = ("unit", "number", "sources", "targets", "sizes")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    SOURCES_FIELD_NUMBER: _ClassVar[int]
-    TARGETS_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    number: int
-    sources: bytes
-    targets: bytes
-    sizes: bytes
-    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., sources: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
-
-class Compacted(_message.Message):
-    __slots__ = ("unit", "number", "error")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    number: int
-    error: str
-    def __init__(self, unit: _Optional[int] = ..., number: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
-
-class CheckRows(_message.Message):
-    __slots__ = ("unit", "partition", "field", "rows", "generations", "offsets", "sizes", "checksums")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    PARTITION_FIELD_NUMBER: _ClassVar[int]
-    FIELD_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    partition: str
-    field: str
-    rows: bytes
-    generations: bytes
-    offsets: bytes
-    sizes: bytes
-    checksums: bytes
-    def __init__(self, unit: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
-
-class RowsChecked(_message.Message):
-    __slots__ = ("unit", "partition", "field", "last", "rows", "generations", "offsets")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    PARTITION_FIELD_NUMBER: _ClassVar[int]
-    FIELD_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    partition: str
-    field: str
-    last: int
-    rows: bytes
-    generations: bytes
-    offsets: bytes
-    def __init__(self, unit: _Optional[int] = ..., partition: _Optional[str] = ..., field: _Optional[str] = ..., last: _Optional[int] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class Tick(_message.Message):
     __slots__ = ("now",)
@@ -1261,34 +1153,6 @@ class StatsReport(_message.Message):
     high_watermark: float
     partition_count: int
     def __init__(self, epoch: _Optional[int] = ..., now: _Optional[float] = ..., units: _Optional[_Iterable[_Union[UnitStats, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., waiting_allocations: _Optional[int] = ..., low_watermark: _Optional[float] = ..., high_watermark: _Optional[float] = ..., partition_count: _Optional[int] = ...) -> None: ...
-
-class ShrinkRequest(_message.Message):
-    __slots__ = ("header", "timeout_s")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    header: Header
-    timeout_s: float
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
-
-class UnitShrunk(_message.Message):
-    __slots__ = ("unit", "name", "given_bytes", "backed_bytes", "error")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    GIVEN_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    name: str
-    given_bytes: int
-    backed_bytes: int
-    error: str
-    def __init__(self, unit: _Optional[int] = ..., name: _Optional[str] = ..., given_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
-
-class Shrunken(_message.Message):
-    __slots__ = ("units",)
-    UNITS_FIELD_NUMBER: _ClassVar[int]
-    units: _containers.RepeatedCompositeFieldContainer[UnitShrunk]
-    def __init__(self, units: _Optional[_Iterable[_Union[UnitShrunk, _Mapping]]] = ...) -> None: ...
 
 class WhyBlockedRequest(_message.Message):
     __slots__ = ("header", "partition", "task", "fields", "where", "group_by", "group_size", "max_lag", "version_tag")

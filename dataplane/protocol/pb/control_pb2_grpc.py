@@ -175,11 +175,6 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.StatsRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.StatsReport.FromString,
                 _registered_method=True)
-        self.Shrink = channel.unary_unary(
-                '/tq.v1.Control/Shrink',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ShrinkRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Shrunken.FromString,
-                _registered_method=True)
         self.WhyBlocked = channel.unary_unary(
                 '/tq.v1.Control/WhyBlocked',
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WhyBlockedRequest.SerializeToString,
@@ -451,13 +446,6 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Shrink(self, request, context):
-        """Has all units give memory above their highest used byte back to the machine.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def WhyBlocked(self, request, context):
         """Why a claim would wait now.
         """
@@ -691,11 +679,6 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.StatsRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.StatsReport.SerializeToString,
-            ),
-            'Shrink': grpc.unary_unary_rpc_method_handler(
-                    servicer.Shrink,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ShrinkRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Shrunken.SerializeToString,
             ),
             'WhyBlocked': grpc.unary_unary_rpc_method_handler(
                     servicer.WhyBlocked,
@@ -1520,33 +1503,6 @@ class Control(object):
             '/tq.v1.Control/Stats',
             dataplane_dot_protocol_dot_pb_dot_control__pb2.StatsRequest.SerializeToString,
             dataplane_dot_protocol_dot_pb_dot_control__pb2.StatsReport.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Shrink(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tq.v1.Control/Shrink',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.ShrinkRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.Shrunken.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,6 @@ MIB = 1 << 20
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> ChannelMemory:
     monkeypatch.setattr(module, "GROW_BYTES", MIB)
-    monkeypatch.setattr(module, "KEEP_BYTES", 2 * MIB)
     return ChannelMemory(8 * MIB)
 
 
@@ -37,23 +36,6 @@ def test_pieces_do_not_overlap_and_all_of_it_can_be_had(memory: ChannelMemory) -
     assert memory.take(2 * MIB) is None
     assert memory.take(MIB) == 3 * MIB
     memory.close()
-
-
-def test_what_is_idle_goes_back_to_the_machine_but_for_a_part(memory: ChannelMemory) -> None:
-    first, second = memory.take(5 * MIB), memory.take(MIB)
-    assert first is not None
-    assert second is not None
-    memory.give(first, 5 * MIB)
-    assert _backed_bytes(memory) >= 6 * MIB
-    memory.give(second, MIB)
-    assert memory.used_bytes == 0
-    assert _backed_bytes(memory) <= 2 * MIB + (1 << 16)
-    assert memory.take(8 * MIB) == 0
-    memory.close()
-
-
-def _backed_bytes(memory: ChannelMemory) -> int:
-    return Path(f"/proc/self/fd/{memory.fd}").stat().st_blocks * 512
 
 
 def test_memory_that_is_not_there_is_an_error_or_no_space(
