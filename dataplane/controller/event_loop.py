@@ -232,7 +232,6 @@ class LedgerThread:
             if not self._zmq.serve(self) or self._inbox:
                 return
 
-
     def _now(self) -> float:
         """Return the time of the ledger's clock, which excludes pauses of this process."""
         return self._clock() - self._paused_s

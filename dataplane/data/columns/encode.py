@@ -560,8 +560,8 @@ class _FieldEncoder:
             )
         elif not hint and self.spec.kind is FieldKind.OBJECT and self.spec.dtype is not None:
             hint = (
-                f"The rows of the field are plain numbers, which need {self.spec.dtype}: put a tensor [N] of that dtype "
-                "or of one that holds all of its numbers, or declare the field."
+                f"The rows of the field are plain numbers, which need {self.spec.dtype}: put a tensor [N] of that "
+                "dtype or of one that holds all of its numbers, or declare the field."
             )
         return SchemaError(partition=self.partition, field=self.name, got=got, expected=str(self.spec), hint=hint)
 
