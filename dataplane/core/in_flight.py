@@ -10,11 +10,11 @@ class InFlight:
     """The active calls of an object that can be closed. Each call creates a lock and holds it with a `with` statement.
     The interpreter does not raise KeyboardInterrupt between acquiring the lock and entering the block, or between
     leaving the block and releasing the lock. An interrupted call therefore always counts as ended, even if it did not
-    call `leave`. Thread-safe: each step is a single dict operation. `_calls` are the locks of the registered calls,
-    with the idents of their threads; those that are held are active."""
+    call `leave`. Thread-safe: each step is a single set operation."""
 
     def __init__(self) -> None:
-        self._calls: dict[threading.Lock, int] = {}
+        # The locks of the registered calls. Calls whose lock is held are active.
+        self._calls: set[threading.Lock] = set()
         self._shut = False
 
     def __len__(self) -> int:
@@ -26,7 +26,7 @@ class InFlight:
         if call in self._calls:
             return True
         # Added before `_shut` is read: either the call sees `_shut`, or the `wait` after `shut` sees the call.
-        self._calls[call] = threading.get_ident()
+        self._calls.add(call)
         if self._shut:
             self.leave(call)
             return False
@@ -34,12 +34,7 @@ class InFlight:
 
     def leave(self, call: threading.Lock) -> None:
         """Remove the call, if it is registered."""
-        self._calls.pop(call, None)
-
-    def in_this_thread(self) -> bool:
-        """Return whether this thread is in an active call, which a signal handler or a finalizer has interrupted."""
-        ident = threading.get_ident()
-        return any(thread == ident and call.locked() for call, thread in self._calls.copy().items())
+        self._calls.discard(call)
 
     def hand_over(self, call: threading.Lock) -> threading.Lock:
         """Register a new lock and return it held, for background work that continues a registered call and releases the
@@ -47,7 +42,7 @@ class InFlight:
         assert call in self._calls, "the call is not registered"
         successor = threading.Lock()
         successor.acquire()
-        self._calls[successor] = 0  # of no thread
+        self._calls.add(successor)
         return successor
 
     def shut(self) -> None:
