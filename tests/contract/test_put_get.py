@@ -292,6 +292,15 @@ def test_lengths_ride_on_the_meta(client: DataPlaneClient, partition: str) -> No
     assert two.sequence_lengths is None
 
 
+def test_the_meta_of_a_put_has_the_lengths_of_its_tags(client: DataPlaneClient, partition: str) -> None:
+    fields = {"input_ids": [torch.arange(3), torch.arange(1)], "patches": [torch.ones(2, 4), torch.ones(5, 4)]}
+    tags = [{"input_lengths": 3}, {"input_lengths": 1}]
+    meta = client.put_samples(ids(2), partition, fields, tags)
+    assert meta.sequence_lengths == client.list_samples(partition).sequence_lengths == [3, 1]
+    meta = client.put_samples(meta, partition, {"advantages": torch.ones(2, 3)})
+    assert [len(row) for row in client.get_samples(ids(2), partition, ["advantages"])["advantages"].unbind()] == [3, 1]
+
+
 def test_get_batch_pads_jagged_fields_only(client: DataPlaneClient, partition: str) -> None:
     rows = [torch.arange(1, n + 1) for n in (3, 0, 2)]
     meta = client.put_samples(ids(3), partition, {"input_ids": rows, "x": torch.rand(3, 2), "o": ["a", "b", "c"]})

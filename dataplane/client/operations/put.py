@@ -30,7 +30,7 @@ from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.core import failpoints
 from dataplane.core.devices import CPU, current_stream, record_event
-from dataplane.core.schema import EVICTED_SAMPLES
+from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
 from dataplane.core.turns import Turn
 from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
@@ -493,7 +493,8 @@ def _put_meta(
     encoded: Sequence[EncodedColumn],
     committed: c.Committed,
 ) -> KVBatchMeta:
-    """Return the meta of a put, with sequence lengths if all jagged columns agree on them."""
+    """Return the meta of a put, with the sequence lengths of the tags `input_lengths`, or those on which all jagged
+    columns agree."""
     # The row lengths of each jagged column. index: number of each row's value, where rows share values.
     lengths = [
         column.lengths if column.index is None else column.lengths[column.index]
@@ -501,12 +502,15 @@ def _put_meta(
         if column.spec.kind is FieldKind.JAGGED
     ]
     agreed = bool(lengths) and all(np.array_equal(lengths[0], other) for other in lengths[1:])
+    sequence_lengths: list[Any] | None = lengths[0].tolist() if agreed else None
+    if tags and all(INPUT_LENGTHS in each for each in tags):
+        sequence_lengths = [each[INPUT_LENGTHS] for each in tags]
     return KVBatchMeta(
         partition_id=partition,
         task_name=None,
         sample_ids=ids,
         fields=fields or None,
-        sequence_lengths=lengths[0].tolist() if agreed else None,
+        sequence_lengths=sequence_lengths,
         extra_info={EVICTED_SAMPLES: list(committed.evicted)} if committed.evicted else {},
         tags=tags,
         _rows=committed.rows,
