@@ -120,7 +120,7 @@ def _growing_bytes(path: Path, *, is_adopted: bool) -> int:
     finally:
         os.close(fd)
     capacity = check_header(raw, path, cookie=None)
-    *_, backed, _ = HEADER.unpack(raw)
+    *_, backed = HEADER.unpack(raw)
     return capacity - int(backed)
 
 

@@ -24,7 +24,7 @@ def ended(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _memory(backed: int = 64 * PAGE) -> RegisteredMemory:
-    return RegisteredMemory(np.zeros(64 * PAGE, np.uint8), lambda: (backed, 0))
+    return RegisteredMemory(np.zeros(64 * PAGE, np.uint8), lambda: backed)
 
 
 def test_a_release_waits_for_a_registration_of_another_thread(

@@ -105,21 +105,6 @@ def test_dropping_a_unit_ends_the_wait_for_its_proof(driver: Driver) -> None:
     assert [s.session for s in other.stats().sessions] == [other.session]
 
 
-def test_a_machine_started_anew_ends_who_ran_there(driver: Driver) -> None:
-    near, far = driver.client("near", attach=[1]), driver.client("far", host="far")
-    far.register()
-    for client in (near, far):
-        client.put([f"{client.session}"], {"x": [64]})
-        client.raw(client.allocate({"x": [64]}, unit_wish=1))
-        client.locate(by_ids(f"{client.session}"))
-    driver.add_unit(name="unit0", host="started anew", capacity=MIB, epoch=2)
-    stats = far.stats()
-    assert [session.session for session in stats.sessions] == [far.session]
-    assert stats.units[0].reserved_bytes == 64
-    assert stats.units[0].live_bytes + stats.units[1].live_bytes == 2 * 64
-    assert stats.units[0].pinned_bytes + stats.units[1].pinned_bytes == 64
-
-
 @pytest.mark.parametrize("cookie", ["", "never heard of"])
 def test_a_unit_that_lost_its_record_takes_the_place_of_what_its_name_had(driver: Driver, cookie: str) -> None:
     client = driver.client()
