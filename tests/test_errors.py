@@ -51,6 +51,8 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.TlsError(address="x:1", why="it speaks TLS, and this side does not"),
     e.ProtocolVersionError(client_version=1, service_version=2),
     e.SessionExpiredError(session=4, why="silent for 20 s"),
+    e.SessionInterruptedError(),
+    e.ReentrantCallError(),
     e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="unit 3"),
     e.StorageUnitError(unit=1, endpoint="tcp://x", why="gone"),
     e.CallCancelledError(session=1, number=2),

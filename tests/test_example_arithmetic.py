@@ -216,15 +216,16 @@ def test_the_supervised_loss_is_cross_entropy_of_responses() -> None:
 
 def test_a_write_back_is_timed_and_takes_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: list[Any] = []
-    monkeypatch.setattr(TQWorkerMixin, "_store", lambda _, *arguments: stored.append(arguments))
+    monkeypatch.setattr(TQWorkerMixin, "_is_replica_leader", lambda _: True)
+    monkeypatch.setattr(TQWorkerMixin, "_write_back", lambda *_, **options: stored.append(options))
     monkeypatch.setattr(worker.time, "perf_counter", iter([1.0, 3.0]).__next__)
     made = worker.PolicyWorker.__new__(worker.PolicyWorker)
     made._plane_s = 0.0
     result = {"logprobs": torch.zeros(1, 2)}
-    options: dict[str, Any] = {"dp_aligned_seq_len": False, "tokens": [(0, 1)], "inner": None}
+    options: dict[str, Any] = {"dp_aligned_seq_len": False}
     meta = KVBatchMeta("p", "train", ["a"], sequence_lengths=[2])
     made._write_back_result_field(meta, result, result_key="logprobs", tq_field="x", **options)
-    assert [each[2:] for each in stored] == [(False, [(0, 1)], None)]
+    assert stored == [options]
     assert made.take_plane_s() == 2.0
 
 

@@ -36,7 +36,7 @@ class AsyncConnection(Session):
         self._channel = channel
         self._joiner = PutJoiner()
         self._detached: set[asyncio.Task[None]] = set()  # the tasks of `_finish`, which nothing else refers to
-        channel.on_interrupt = self._interrupt
+        channel.on_interrupt = weakref.WeakMethod(self._interrupt)
         # Closes the session after the last reference to this object was dropped, unless `close` was called.
         self._finalizer = weakref.finalize(self, channel.end_in_background, self.session_state.close)
         self._finalizer.atexit = False

@@ -13,7 +13,6 @@ import pytest
 import zmq
 
 from dataplane.client.rpc import call_socket, heartbeat
-from dataplane.client.rpc import channel as sync_channel
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.controller.controller import Controller
 from dataplane.errors import CallTimeoutError, ClientClosedError, InternalError, ServiceUnavailableError
@@ -236,7 +235,7 @@ def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
         assert all(isinstance(call.exception(WAIT_S), ServiceUnavailableError) for call in calls)
     ledger.late = False
     seal(channel, "p")
-    with exhausted(monkeypatch, sync_channel, "dealer_socket"):
+    with exhausted(monkeypatch, call_socket, "dealer_socket"):
         channel.close()
 
 

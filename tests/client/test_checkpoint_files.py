@@ -411,8 +411,11 @@ def test_what_crashes_left_is_removed_and_what_is_being_written_is_not(client: D
 def test_two_at_once_into_one_path(client: DataPlaneClient, saved: Path) -> None:
     def another() -> None:
         failpoints.disarm()
-        with pytest.raises(CheckpointError, match="another process is writing"):
-            client.checkpoint(saved)
+        with (
+            connect(client.config.address) as other,
+            pytest.raises(CheckpointError, match="another process is writing"),
+        ):
+            other.checkpoint(saved)
 
     failpoints.arm("checkpoint.saved", another)
     client.checkpoint(saved)
@@ -473,7 +476,8 @@ def test_without_locks_nothing_is_removed_that_could_be_read(
 def test_two_at_once_where_nothing_was(client: DataPlaneClient, tmp_path: Path) -> None:
     def another() -> None:
         failpoints.disarm()
-        client.checkpoint(tmp_path / "c")
+        with connect(client.config.address) as other:
+            other.checkpoint(tmp_path / "c")
 
     failpoints.arm("checkpoint.saved", another)
     with pytest.raises(CheckpointWriteError, match="another process created the path"):

@@ -52,7 +52,7 @@ def _as_device_buffer(buffer: Any, how: str) -> Any:
         return buffer
     view = buffer.view(DeviceBuffer)
     if how == "registered":
-        view.registration = RegisteredMemory(buffer, lambda: (buffer.nbytes, 0))
+        view.registration = RegisteredMemory(buffer, lambda: buffer.nbytes)
     return view
 
 

@@ -145,7 +145,7 @@ def test_copies_in_a_cuda_graph() -> None:
 def test_a_refused_registration_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     memory = np.zeros(1 << 20, np.uint8)
     with cuda_memory.lock:
-        first, second = (cuda_memory.RegisteredMemory(memory, lambda: (memory.nbytes, 0)) for _ in range(2))
+        first, second = (cuda_memory.RegisteredMemory(memory, lambda: memory.nbytes) for _ in range(2))
         assert first.cover(4096)
         assert not second.cover(4096), "registered already"
         assert "ulimit -l" in caplog.text

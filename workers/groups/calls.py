@@ -57,14 +57,10 @@ class GroupCall(GroupFuture, AsyncWork[list[Any]]):
         return await super().async_wait(timeout)
 
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
-        """See `AsyncWork.then`. If `func` takes one more argument, the results are the first one."""
+        """See `AsyncWork.then`. If `func` takes one more argument, the results are the first one; so it is with what
+        follows the returned work."""
         self._connect()
-
-        def call() -> Any:
-            more = (self._result(),) if _takes(func, (None, *args), kwargs) else ()
-            return func(*more, *args, **kwargs)
-
-        return super().then(call)
+        return _follow(self, func, args, kwargs)
 
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""
@@ -131,6 +127,29 @@ class GroupCall(GroupFuture, AsyncWork[list[Any]]):
         raised = with_note(error, f"raised by worker {call.name} in {self._method}{remote_traceback}")
         raised.__cause__ = None  # the note contains it
         return raised
+
+
+class _Following(AsyncWork[Any]):
+    """What follows a group call."""
+
+    def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
+        """See `GroupCall.then`."""
+        return _follow(self, func, args, kwargs)
+
+
+def _follow(
+    work: AsyncWork[Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> AsyncWork[Any]:
+    """Return what `GroupCall.then` does."""
+
+    def call() -> Any:
+        more = (work._result(),) if _takes(func, (None, *args), kwargs) else ()
+        return func(*more, *args, **kwargs)
+
+    after = AsyncWork.then(work, call)
+    following = _Following(after._future, after._what)
+    following._timeout_error = after._timeout_error
+    return following
 
 
 def _takes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

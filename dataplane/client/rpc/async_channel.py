@@ -72,7 +72,8 @@ class AsyncChannel(OpenChannel):
         self._none_pending.set()
         self._closing: asyncio.Task[None] | None = None  # the task of `_close`, started by the last call of `close`
         # Called when an interrupt is raised outside of the calls, in a callback of the loop.
-        self.on_interrupt: Callable[[], None] = lambda: None
+        # Returns None after the connection was dropped: the channel's thread must not keep it.
+        self.on_interrupt: Callable[[], Callable[[], None] | None] = lambda: None
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._schedule_reconnect
         )
@@ -161,7 +162,9 @@ class AsyncChannel(OpenChannel):
         except Exception:
             raise
         except BaseException:  # an interrupt, which can leave half a message
-            self.on_interrupt()
+            interrupt = self.on_interrupt()
+            if interrupt is not None:
+                interrupt()
             raise
 
     def _close_socket(self) -> None:
