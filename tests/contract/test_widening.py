@@ -51,6 +51,7 @@ BATCHES: dict[str, list[Any]] = {
     ],
     "scalars, then rows": [filled(2), [filled(3), filled(2)], filled(2)],
     "rows, then scalars": [[filled(3), filled(2)], filled(2)],
+    "rows, then numbers": [[filled(3), filled(2)], [1.0, 1], filled(2)],
 }
 
 
@@ -64,7 +65,7 @@ def test_no_put_fails_because_of_the_batch_that_came_first(
     for number, batch in enumerate(batches):
         ids = [f"{number}-0", f"{number}-1"]
         client.put_samples(ids, partition, {"x": batch, "y": torch.tensor([number, number])})
-        expected += rows_of(batch)
+        expected += [torch.as_tensor(row, dtype=torch.float32) for row in rows_of(batch)]
     names = [f"{number}-{row}" for number in range(len(batches)) for row in range(2)]
     meta = client.list_samples(partition)
     for order in (names, names[::-1], names[:2], names[-2:]):

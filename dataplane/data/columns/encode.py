@@ -382,11 +382,13 @@ class _FieldEncoder:
         return widened
 
     def _encode_widened(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values] | None:
-        """Encode tensors as ragged rows, or as dense ones for a field of objects. None for other values."""
+        """Encode tensors and numbers as ragged rows, or tensors as dense ones for a field of objects. None for other
+        values."""
         kind = FieldKind.DENSE if self.spec.kind is FieldKind.OBJECT else FieldKind.RAGGED
         as_kind = dataclasses.replace(self, spec=FieldSpec(kind), open=False)
         if isinstance(value, list) and as_kind._to_tensors(value) is None:
-            return None
+            numbers = self._to_numbers(value)
+            return None if numbers is None else as_kind._encode(numbers)
         return as_kind._encode(value)
 
     def _encode(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
