@@ -24,6 +24,7 @@ from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
 from dataplane.protocol import http as server_module
 from dataplane.protocol.http import HttpServer
+from dataplane.storage.arena_record import discard
 from tests.controller.service import NEVER_S
 from tests.restarts import wait_until
 from tests.secure import tls
@@ -207,6 +208,7 @@ def test_what_looks_at_a_service_leaves_no_session_and_no_record(tmp_path: Path)
             assert ask(server.http_address, path).status == 200
         assert durable.lag == records
         assert len(client.stats().sessions) == 1
+    discard(tmp_path, ["/dev/shm"])
 
 
 def test_a_ledger_that_is_busy_for_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
