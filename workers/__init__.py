@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.compat.discovery import register_rendezvous
 from dataplane.protocol.resolver import register_resolver
-from workers.channels.jobs import register_job
+from workers.channels.discovery import register_job
 from workers.service.service import SCHEME, resolve_actor
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from workers.directory.address import WorkerAddress
 from workers.errors import DirectoryLostError, MessageTimeoutError, NameInUseError, NameNotFoundError, WorkerLostError
 from workers.messages import Messenger, deliveries
 from workers.transport import pickling
-from workers.transport.endpoint import Endpoint
+from workers.transport.stream import Endpoint
 
 GROUP = "w"
 WORKERS = ("near", "far", "aside")

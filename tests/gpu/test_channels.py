@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.channels import Channel, ChannelBroker
-from workers.channels.settings import ChannelSettings
+from workers.channels.discovery import ChannelSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -6,32 +6,57 @@ goes through the controller. On one machine a partition passes 300 items of 64 K
 queue, and a channel 4,500; of items of 4 MB, 200 and 900. A channel uses the same kind of memory as the data plane
 (`dataplane.storage.arena`): the producer reserves space and writes, and the consumer reads. The bytes of a tensor are
 copied once into that memory and once out of it, and on one host they never pass through a socket.
+
+This file also encodes keys as bytes (equal for equal keys), makes errors of a broker's answers, and formats a queue's
+items as a short text.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
+import io
+import pickle
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
+
+from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.durations import as_timeout
-from workers.channels import wire
-from workers.channels.answers import error_of
+from dataplane.errors import ServiceError, WaitTimeoutError
+from workers.channels import items, wire
 from workers.channels.connection import acknowledgement_of
 from workers.channels.connection_pool import Link
-from workers.channels.discovery import NOTICE_S, await_broker_change, directory_or_default, find_brokers
-from workers.channels.errors import ChannelClosedError, ChannelLostError, ChannelSettingsError, LocalChannelError
+from workers.channels.discovery import (
+    NOTICE_S,
+    ChannelSettings,
+    as_maxsize,
+    as_node_rank,
+    await_broker_change,
+    check_name,
+    directory_or_default,
+    find_brokers,
+    node_rank_here,
+)
+from workers.channels.errors import (
+    ChannelClosedError,
+    ChannelLostError,
+    ChannelSettingsError,
+    EndOfChannelError,
+    ItemTooLargeError,
+    LocalChannelError,
+)
 from workers.channels.items import Parcel, as_weight
 from workers.channels.key_routing import ASK_S, Routes
-from workers.channels.keys import key_bytes
 from workers.channels.local import LocalLink
-from workers.channels.preview import CANNOT_SHOW, SHOW_S, SHOWN_ITEMS, format_items
-from workers.channels.settings import ChannelSettings, as_maxsize, as_node_rank, check_name, node_rank_here
+from workers.channels.wire import NOWHERE
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
 from workers.messages.async_work import AsyncWork
@@ -41,8 +66,69 @@ from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout, timeout_or
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0
 """Default timeout of a put or get."""
+SHOWN_ITEMS = 20
+SHOWN_CHARS = 200
+"""Most characters for each item."""
+SHOW_S = 5.0
+"""How long a broker may take to answer."""
+CANNOT_SHOW = (ServiceError, WaitTimeoutError, ChannelClosedError)
+"""Errors of a request for the items."""
+MOST_BYTES = 1 << 20
+"""Limit of an encoded key."""
+_encode = msgspec.msgpack.Encoder().encode
 
 T = TypeVar("T")
+
+
+def key_bytes(key: Any) -> bytes:
+    """Encode a key. Strings, numbers, bytes, None and tuples of these have the same bytes in every process; as in a
+    dict, True equals 1 and 1.0 equals 1. Other hashable keys are equal if their pickles are, such as members of an
+    enum. TypeError for a key that is not hashable or differs from its copy in another process, ValueError above
+    `MOST_BYTES`."""
+    # The first byte says how the key is encoded, so that keys of both encodings differ.
+    try:
+        raw = b"m" + _encode(_msgpack_form(key))
+    except TypeError:
+        raw = b"p" + _pickle_key(key)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"key of {len(raw):,} bytes is too long: a channel's key has at most {MOST_BYTES:,}")
+    return raw
+
+
+def _pickle_key(key: Any) -> bytes:
+    """Pickle a key. TypeError if that fails, or if the key does not equal its copy."""
+    target = io.BytesIO()
+    pickler = pickle.Pickler(target, protocol=5)
+    # No memoization: equal keys have equal bytes, even if parts of one of them are the same object.
+    pickler.fast = True
+    why = "it is not equal to its copy in another process"
+    try:
+        pickler.dump(key)
+        copy = pickle.loads(target.getvalue())  # noqa: S301 (bytes made by this function)
+        if hash(copy) == hash(key) and copy == key:
+            return target.getvalue()
+    except Exception as error:
+        why = str(error)
+    raise TypeError(
+        f"key of type {type(key).__name__} is not supported: {why}. Use strings, numbers, bytes, None, tuples of "
+        "these, or other hashable values that equal their copies, such as members of an enum"
+    )
+
+
+def _msgpack_form(key: Any) -> Any:
+    """Return a value to encode for a key of None, strings, bytes, numbers and tuples of these: keys that are equal in a
+    dict get equal values. TypeError for other keys."""
+    # `type` excludes subclasses, which may define another equality.
+    match key:
+        case None | str() | bytes() if type(key) in (type(None), str, bytes):
+            return key
+        case bool() | int() if -(2**63) <= key < 2**63 and type(key) in (bool, int):
+            return int(key)
+        case float() if type(key) is float:
+            return int(key) if key.is_integer() and abs(key) < 2**63 else key
+        case tuple() if type(key) is tuple:
+            return [_msgpack_form(each) for each in key]
+    raise TypeError(f"{type(key).__name__} is not a plain key")
 
 
 class Channel:
@@ -494,3 +580,48 @@ def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | No
         existing.disconnect()
         raise error
     return existing
+
+
+def error_of(answer: Any, channel: str, key: Any) -> Exception:
+    """Return the error for the answer to a put or get under `key`."""
+    match answer:
+        case wire.Full():
+            return asyncio.QueueFull(f"channel {channel!r} has no free place under key {key!r}")
+        case wire.Empty():
+            return asyncio.QueueEmpty(f"channel {channel!r} has no item under key {key!r}")
+        case wire.Ended():
+            return EndOfChannelError(channel=channel, key=repr(key))
+        case wire.Closed():
+            return ChannelClosedError(channel=channel)
+        case wire.TooLarge(limit_bytes=limit):
+            return ItemTooLargeError(channel=channel, limit_bytes=limit)
+    return RuntimeError(f"channel {channel!r}: unexpected answer {answer!r} from its broker")
+
+
+def format_items(peeked: Any, local: bool) -> str:
+    """Format the answer to `Peek` as a list, with the number of the other items. local: the items are objects of this
+    process."""
+    assert isinstance(peeked, wire.Peeked), peeked
+    texts = [_shortened(_format_item(item, local)) for item in peeked.items]
+    more = peeked.size - len(texts)
+    if more > 0:
+        texts.append(f"... {more} more")
+    return f"[{', '.join(texts)}]"
+
+
+def _format_item(item: wire.Item, local: bool) -> str:
+    """Return the repr of an item; of an item in the broker's memory only its tensors and size."""
+    try:
+        if local:
+            return repr(item.head)
+        if item.space != NOWHERE:
+            return items.outline(item.head)
+        memory = np.frombuffer(bytearray(item.body), np.uint8)  # a small item: its bytes came with the answer
+        return repr(items.unpack(item.head, memory, BufferPool(0), own=True).load())
+    except Exception as error:  # raised by the item's own code
+        return f"<cannot be shown: {type(error).__name__}: {error}>"
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARS else f"{line[: SHOWN_CHARS - 3]}..."

@@ -20,10 +20,9 @@ from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
 from workers.errors import NotSerializableError
 from workers.transport import pickling, waiting
-from workers.transport.endpoint import Endpoint
 from workers.transport.framing import Message
 from workers.transport.pickling import Bytes, Unpacked
-from workers.transport.stream import Stream, StreamLostError, StreamSilentError
+from workers.transport.stream import Endpoint, Stream, StreamLostError, StreamSilentError
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from workers.channels.errors import ChannelClosedError, ChannelTimeoutError, dis
 from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
 from workers.errors import OpenFilesError
-from workers.transport.endpoint import Endpoint
-from workers.transport.stream import StreamLostError, StreamSilentError
+from workers.transport.stream import Endpoint, StreamLostError, StreamSilentError
 
 MAX_IDLE_CONNECTIONS = 8
 """Idle connections kept for the next calls."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.channels.broker import ChannelBroker
-from workers.channels.settings import broker_name
+from workers.channels.discovery import broker_name
 from workers.directory import DirectoryClient
 
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.core.devices import VISIBLE_DEVICES
-from workers.channels.settings import NODE_RANK_VARIABLE, NODES_VARIABLE
+from workers.channels.discovery import NODE_RANK_VARIABLE, NODES_VARIABLE
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, DirectoryEntry, Facts, Kind
 from workers.directory.address import WorkerAddress
 from workers.directory.registry import WORLD_SIZE

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
-from workers.channels.settings import NODES_VARIABLE
+from workers.channels.discovery import NODES_VARIABLE
 from workers.groups.cluster import Cluster as PlainCluster
 from workers.placement.ports import HIGHEST, PortKeeper
 

@@ -1,4 +1,5 @@
-"""The client side of a message stream, used by one thread at a time. Every wait has a deadline."""
+"""The client side of a message stream, used by one thread at a time, and the address of its server. Every wait has a
+deadline."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dataplane.core.addresses import boot_id, split_address
 from dataplane.core.wakeup import poll_ms
-from workers.transport.endpoint import Endpoint
 from workers.transport.framing import MAX_ANSWER_BYTES, READ_BYTES, Message, Splitter, send_some
 
 SILENT_S = 10.0
@@ -21,6 +22,28 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KE
 """TCP options: probes after 5 s of silence, every 2 s, 3 times."""
 UNSENT_MS = 15_000
 """TCP closes a connection whose sent data is not acknowledged within this time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """host: boot id of the machine; name: of the abstract Unix socket on that machine; address: "host:port" for
+    clients on other machines; token: the secret that clients present. None of them may contain spaces."""
+
+    host: str
+    name: str
+    address: str
+    token: str
+
+    def __str__(self) -> str:
+        return " ".join((self.host, self.name, self.address, self.token))
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Parse an endpoint. ValueError if the text is malformed."""
+        parts = text.split(" ")
+        if len(parts) != 4:
+            raise ValueError("not the endpoint of a server: expected host, name, address and token separated by spaces")
+        return cls(host=parts[0], name=parts[1], address=parts[2], token=parts[3])
 
 
 class StreamSilentError(TimeoutError):

@@ -17,10 +17,9 @@ import msgspec
 
 from dataplane.core.addresses import boot_id, join_address, resolve_host
 from dataplane.core.wakeup import poll_ms
-from workers.transport.endpoint import Endpoint
 from workers.transport.framing import READ_BYTES, Message, Splitter, send_some
 from workers.transport.poll_thread import PollThread
-from workers.transport.stream import tune
+from workers.transport.stream import Endpoint, tune
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import torch
 from tests.workers.channels.peer import Peer
 from workers.channels import Channel, ChannelBroker, background, connection, connection_pool
 from workers.channels import broker as broker_module
+from workers.channels.discovery import ChannelSettings
 from workers.channels.hosted import HostedBroker
-from workers.channels.settings import ChannelSettings
 from workers.directory import DirectoryClient
 from workers.messages.async_work import AsyncWork
-from workers.transport.endpoint import Endpoint
+from workers.transport.stream import Endpoint
 
 MIB = 1 << 20
 CAPACITY = 32 * MIB

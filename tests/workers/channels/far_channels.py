@@ -13,8 +13,8 @@ from dataplane.core.addresses import split_address
 from tests.restarts import Proxy
 from tests.workers.channels.channels import broker
 from workers.channels import Channel, ChannelBroker
-from workers.channels.settings import ChannelSettings
-from workers.transport.endpoint import Endpoint
+from workers.channels.discovery import ChannelSettings
+from workers.transport.stream import Endpoint
 
 
 @pytest.fixture

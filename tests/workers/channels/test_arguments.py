@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workers.channels import Channel
-from workers.channels.settings import NODES_VARIABLE
+from workers.channels.discovery import NODES_VARIABLE
 
 
 @pytest.mark.parametrize("maxsize", [1.5, True, "3", None])

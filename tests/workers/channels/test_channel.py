@@ -28,7 +28,7 @@ from tests.workers.channels.channels import (
 )
 from workers.channels import Channel, ChannelBroker, ItemTooLargeError, LocalChannelError, items
 from workers.channels import background as pump_module
-from workers.channels.settings import ChannelSettings
+from workers.channels.discovery import ChannelSettings
 from workers.errors import MessageTimeoutError, NotSerializableError
 
 pytestmark = pytest.mark.integration

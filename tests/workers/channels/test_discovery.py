@@ -10,8 +10,7 @@ import pytest
 from tests.directories import client, directory  # noqa: F401
 from tests.restarts import wait_until
 from workers.channels import discovery
-from workers.channels.discovery import await_broker_change, find_brokers
-from workers.channels.settings import broker_name
+from workers.channels.discovery import await_broker_change, broker_name, find_brokers
 from workers.directory import DirectoryClient, Kind
 from workers.errors import NameNotFoundError
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.channels.keys import key_bytes
+from workers.channels.channel import key_bytes
 
 plain = st.recursive(
     st.none()

@@ -10,7 +10,7 @@ import torch
 
 from tests.workers.channels.channels import broker, every_connection, every_wire, make
 from workers.channels import Channel, ChannelBroker
-from workers.channels.preview import SHOWN_CHARS, SHOWN_ITEMS
+from workers.channels.channel import SHOWN_CHARS, SHOWN_ITEMS
 
 pytestmark = pytest.mark.integration
 

@@ -39,9 +39,9 @@ from workers.channels import (
     ChannelLostError,
     wire,
 )
-from workers.channels.settings import ChannelSettings
+from workers.channels.discovery import ChannelSettings
 from workers.transport import stream_server
-from workers.transport.endpoint import Endpoint
+from workers.transport.stream import Endpoint
 
 pytestmark = pytest.mark.slow
 

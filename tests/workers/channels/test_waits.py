@@ -46,8 +46,8 @@ from workers.channels import (
 )
 from workers.channels.background import LARGER_THAN_ANY, Pump
 from workers.channels.connection import BrokerConnection
+from workers.channels.discovery import ChannelSettings
 from workers.channels.items import Parcel
-from workers.channels.settings import ChannelSettings
 from workers.transport import waiting as waiting_module
 from workers.transport.stream import StreamLostError
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.transport import stream as stream_module
-from workers.transport.endpoint import Endpoint
 from workers.transport.framing import Message, Splitter, framed, send_some
-from workers.transport.stream import Stream
+from workers.transport.stream import Endpoint, Stream
 
 PIECE = 1000
 PIECES = 3
