@@ -26,9 +26,9 @@ from tests.faults import board as places
 from tests.faults.acting import Actor, begin
 from tests.faults.board import LANES, board
 from workers.channels import Channel, ChannelLostError
+from workers.channels.broker import HostedBroker
 from workers.channels.connection import UNCONFIRMED
 from workers.channels.errors import ChannelTimeoutError
-from workers.channels.hosted import HostedBroker
 from workers.directory import Directory, DirectoryClient
 from workers.directory.address import WorkerAddress
 from workers.errors import DirectoryLostError, MessageTimeoutError, NameInUseError, NameNotFoundError, WorkerLostError

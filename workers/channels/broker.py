@@ -3,7 +3,7 @@
 Clients on the broker's host map its memory and read and write items there, so only a few bytes of each item pass
 through the thread. Other clients send and receive items over TCP, directly into and out of that memory. Each
 connection is one client. When a connection ends, its waits end, and the next getter receives its unacknowledged
-items.
+items. `HostedBroker` is a broker that is registered in the job's directory under the name of its node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import secrets
 from pathlib import Path
 
 from workers.channels import wire
+from workers.channels.discovery import broker_name
 from workers.channels.memory import DIRECTORY, ChannelMemory
 from workers.channels.queues import Broker, Effects
 from workers.channels.wire import NOWHERE
+from workers.directory import DirectoryClient
 from workers.errors import OpenFilesError
 from workers.transport.framing import Message
 from workers.transport.stream_server import Connection, Payload, Service, StreamServer
@@ -161,3 +163,51 @@ class ChannelBroker:
             # Small items are not in the memory (`NOWHERE`): their bytes are part of the answer.
             payload = [data[item.space : item.space + item.nbytes] for item in answer.items if item.space != NOWHERE]
         self._server.send(client, [wire.encode(answer, payload_bytes=sum(map(len, payload))), *payload])
+
+
+class HostedBroker:
+    """Serves from construction to `close`. The broker of a node takes over the name from its dead predecessor. If the
+    directory declares this process lost, for example because it was paused, its client registers it again.
+
+    host, capacity_bytes: see `ChannelBroker`. Raises the errors of `ChannelBroker`, and `DirectoryLostError`.
+    """
+
+    def __init__(
+        self, directory_address: str, node_rank: int, *, host: str = "127.0.0.1", capacity_bytes: int | None = None
+    ) -> None:
+        self._address = directory_address
+        self._name = broker_name(node_rank)
+        self._closing = False
+        self._broker = ChannelBroker(host=host, capacity_bytes=capacity_bytes)
+        try:
+            self._directory = self._register()
+        except BaseException:
+            self._broker.close()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint of the broker."""
+        return self._broker.endpoint
+
+    def wait(self) -> bool:
+        """Block until the broker stops. Return whether it was closed; if not, its log has the error."""
+        self._broker.wait()
+        return self._closing
+
+    def close(self) -> None:
+        """Close the broker. The items of its channels are lost. Idempotent."""
+        self._closing = True  # first: `wait` reads it once the broker has ended
+        self._broker.close()
+        self._directory.close()
+
+    def _register(self) -> DirectoryClient:
+        """Register the broker. Return the client, which keeps the entry alive."""
+        directory = DirectoryClient(self._address)
+        try:
+            # returns=True: if this process dies, its successor registers the name again, and lookups wait for that.
+            directory.register_channel(self._name, (self._broker.endpoint,), {}, returns=True)
+        except BaseException:
+            directory.close()
+            raise
+        return directory

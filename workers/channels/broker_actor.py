@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from workers.channels.hosted import HostedBroker
+from workers.channels.broker import HostedBroker
 
 START_S = 120.0
 

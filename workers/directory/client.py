@@ -27,8 +27,7 @@ from dataplane.protocol.fd_limits import OF_A_CONTEXT
 from workers import errors
 from workers.directory import wire
 from workers.directory.address import WorkerAddress
-from workers.directory.process import this_process
-from workers.directory.server import HEARTBEAT_MS, SILENCE_MS
+from workers.directory.server import HEARTBEAT_MS, SILENCE_MS, this_process
 from workers.directory.wire import DirectoryEntry, EntryState, Facts, Kind
 from workers.transport.encoding import encode, error_of
 from workers.transport.poll_thread import PollThread

@@ -8,26 +8,29 @@ pause, or a network failure) gets an `Unknown` reply and starts a new session.
 
 Every process that can reach the port can register and look up. The port is inside the trust boundary of the Ray job,
 like Ray's own ports.
+
+This file also identifies this process, and checks whether a process on this host still runs.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
-from dataplane.core.addresses import join_address, resolve_host
+from dataplane.core.addresses import boot_id, join_address, resolve_host
 from dataplane.core.wakeup import poll_ms
 from dataplane.core.zmq_io import bind_tcp, send
 from dataplane.errors import InternalError, ProtocolVersionError
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import wire
-from workers.directory.process import has_ended
 from workers.directory.registry import Effects, Registry, Session
-from workers.directory.wire import EntryState
+from workers.directory.wire import EntryState, Process
 from workers.errors import OpenFilesError
 from workers.transport.encoding import encode
 from workers.transport.poll_thread import PollThread
@@ -226,3 +229,35 @@ class Directory:
     def _send_replies(self, effects: Effects) -> None:
         for session, reply in effects:
             send(self._socket, (session, encode(reply)))
+
+
+def this_host() -> str:
+    """Return a string that is equal in two processes only if they share the boot of a kernel and the pid namespace."""
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def this_process() -> Process:
+    return Process(host=this_host(), pid=os.getpid(), started=_state(os.getpid())[1])
+
+
+def has_ended(process: Process) -> bool:
+    """Return whether the process has certainly ended. False for a process of another host, whose state is unknown
+    here, and if this process lacks the permission to look."""
+    try:
+        if process.host != this_host():
+            return False
+        state, started = _state(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    # "Z" and "X" are dead processes. With another start time, the pid is that of another process.
+    return state in "ZX" or started != process.started
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return the kernel's state letter of the process, and its start time in clock ticks since the boot."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    # The fields follow the command's name, which is in parentheses and may contain spaces and parentheses.
+    fields = text.rpartition(")")[2].split()  # from field 3, the state; the start time is field 22 (see proc(5))
+    return fields[0], int(fields[19])

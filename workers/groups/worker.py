@@ -25,7 +25,7 @@ from workers.groups.actor_class import SERVING_FILE, add_duration
 from workers.groups.device_lock import DeviceLock
 from workers.groups.worker_group import WorkerGroup
 from workers.messages import AsyncWork, CollectiveGroupOptions, Messenger, participants
-from workers.messages.broadcast_members import Ranks
+from workers.messages.messenger import Ranks
 from workers.placement.ports import HIGHEST, PortKeeper
 from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout
 

@@ -1,8 +1,7 @@
 """Messages between the workers of a job; `Messenger` is one worker's end."""
 
 from workers.messages.async_work import AsyncWork, all_of
-from workers.messages.broadcast_members import participants
-from workers.messages.messenger import Messenger, WithPayload
+from workers.messages.messenger import Messenger, WithPayload, participants
 from workers.messages.options import CollectiveGroupOptions
 
 __all__ = ["AsyncWork", "CollectiveGroupOptions", "Messenger", "WithPayload", "all_of", "participants"]

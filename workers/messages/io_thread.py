@@ -1,14 +1,19 @@
-"""The I/O thread of a worker's messages: its sockets, its timers, and the state of its peers."""
+"""The I/O thread of a worker's messages: its sockets, its timers (functions to call after some time), and what it
+knows of the workers with which it exchanges messages."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import enum
+import heapq
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,16 +28,13 @@ from workers.directory import DirectoryClient, DirectoryEntry, EntryState, Facts
 from workers.directory.address import WorkerAddress
 from workers.errors import MessengerClosedError, WorkerLostError
 from workers.messages import wire
-from workers.messages.backlog import Backlog
 from workers.messages.collectives import Road
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
 from workers.messages.outgoing import OutgoingMessages, Sending
-from workers.messages.peers import Peer, PeerState
-from workers.messages.relays import Relays
+from workers.messages.relays import Backlog, Relays
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.snapshots import ValueSnapshot
-from workers.messages.timers import Timers
 from workers.messages.transfers import Groups, TransferSource
 from workers.messages.wire import Absent, Data, ForgetMessage, PostMessage, Pull, Relay, WantMessage
 from workers.transport.encoding import encode, error_of
@@ -45,6 +47,24 @@ KEEP_BYTES = 1 << 30
 """Most memory of dropped tensors that is kept for the next received ones."""
 
 _log = logging.getLogger(__name__)
+
+
+class PeerState(enum.Enum):
+    """What this worker knows of a peer. UNKNOWN: the next operation looks it up; LOOKUP: this waits for the directory's
+    answer; ALIVE: the peer is registered, and the directory reports its end."""
+
+    UNKNOWN = enum.auto()
+    LOOKUP = enum.auto()
+    ALIVE = enum.auto()
+
+
+@dataclass
+class Peer:
+    """A worker with which messages are exchanged. incarnation: that of its latest message or directory entry."""
+
+    state: PeerState = PeerState.UNKNOWN
+    incarnation: int = 0
+    endpoint: str = ""
 
 
 class IoThread:
@@ -496,3 +516,26 @@ class IoThread:
             message = kind(source=self.name, incarnation=self.incarnation, receiver=peer.incarnation, **facts)
             send = partial(self._links.send, name, peer.endpoint, (encode(message), *frames), self.outgoing.idle)
             self._attempt(send, f"{self.name} sends to {name}", partial(self._fail_peer, name))
+
+
+class Timers:
+    """For one thread, which calls what is `due`. `_heap`: (time, number, function), where the number keeps equal times
+    in order."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def schedule(self, seconds: float, work: Callable[[], None]) -> None:
+        """Make `work` due after that time."""
+        heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._numbers), work))
+
+    @property
+    def next_time(self) -> float:
+        """The time of the next function on the monotonic clock, infinity if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def due(self, now: float) -> Iterator[Callable[[], None]]:
+        """Remove and yield the functions whose time has come, in the order of their times."""
+        while self._heap and self._heap[0][0] <= now:
+            yield heapq.heappop(self._heap)[2]

@@ -24,15 +24,20 @@ options, it is dropped and both ends get an error. The sender gets it from `send
 that has not returned yet; otherwise from its next operation with that worker, and in its log. So that `send` itself
 reports most of these mistakes, it waits up to a second longer for the receive at the first contact of two workers and
 after a refusal, unless the receiver is known to wait for something else.
+
+This file also checks tensors as arguments of `send_tensor` and `recv_tensor`, and the workers of a broadcast, as
+callers of `Worker.broadcast` specify them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NamedTuple
@@ -44,17 +49,15 @@ from dataplane.core.durations import as_timeout
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.address import WorkerAddress
-from workers.directory.process import this_host
+from workers.directory.server import this_host
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError, OpenFilesError
-from workers.messages import broadcast_members, tensors
 from workers.messages.async_work import AsyncWork, TensorWork, all_of
-from workers.messages.backlog import Backlog
 from workers.messages.collectives import AUTO, Road
 from workers.messages.deliveries import Delivery, Posting
 from workers.messages.io_thread import IoThread
 from workers.messages.options import CollectiveGroupOptions, checked
 from workers.messages.outgoing import Sending
-from workers.messages.relays import RECEIVERS_FROM, Tree
+from workers.messages.relays import RECEIVERS_FROM, Backlog, Tree
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.snapshots import Snapshots, ValueSnapshot, half_of_memory
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
@@ -68,6 +71,8 @@ LINGER_S = 5.0
 """How long `close` waits until the sent messages can outlive this worker."""
 _PAIR = b""
 """The stream of messages between a pair of workers. A broadcast's stream has a name."""
+Ranks = int | tuple[int, ...] | list[int] | list[tuple[int, ...]]
+"""A rank, the path of one worker, or a list of ranks or of paths."""
 
 
 class WithPayload(NamedTuple):
@@ -203,9 +208,7 @@ class Messenger:
     ) -> AsyncWork[None] | None:
         """Send one tensor, of any strides, for the `recv_tensor` of `dst`. Otherwise like `send`."""
         self._check_arguments(options, timeout_s, dst)
-        return self._send_to_one(
-            tensors.form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op
-        )
+        return self._send_to_one(form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op)
 
     def recv_tensor(
         self,
@@ -221,8 +224,8 @@ class Messenger:
         `async_op`: then do not use `tensor` until the work is done. If the work is garbage-collected before its end
         was observed, `tensor` is not written from then on, and the next receive gets the message."""
         self._check_arguments(options, timeout_s, src)
-        form, what = tensors.form_of(tensor), f"{self._name}: recv_tensor from {src}"
-        tensors.check_target(tensor)
+        form, what = form_of(tensor), f"{self._name}: recv_tensor from {src}"
+        check_target(tensor)
         work: AsyncWork[None] | None = self._receive(
             src, _PAIR, form, options, timeout_s, async_op, what, finish=_take_tensor, target=tensor
         )
@@ -260,19 +263,19 @@ class Messenger:
         for `KEEP_S` (see `workers.messages.relays`) after their last use, counted in its backlog. If its backlog has
         no space for them, it forwards nothing, and the source sends them to each receiver.
         """
-        broadcast_members.check(workers)
+        check(workers)
         source = workers[0] if src is None else src
         for role, needed, remedy in (
             ("src", source, "pass one of them as src, or add it"),
             ("the calling worker", self.address, "add it, or do not call broadcast here"),
         ):
             if needed not in workers:
-                names = broadcast_members.listed(workers)
+                names = listed(workers)
                 raise ValueError(
                     f"{role} {needed} is not among the workers of the broadcast, which are {names}; {remedy}"
                 )
         others = [worker for worker in workers if worker != source]
-        stream = broadcast_members.stream_of(workers)
+        stream = stream_of(workers)
         if source == self.address:
             return self._broadcast_from_here(object, others, stream, options, timeout_s, async_op)
         try:
@@ -281,7 +284,7 @@ class Messenger:
             # The call counts, so the source's message of this number must be dropped.
             self._io_thread.call(lambda: self._io_thread.incoming.skip((source.get_name(), stream)))
             raise
-        among = broadcast_members.listed(workers)
+        among = listed(workers)
         what = f"{self._name}: broadcast from {source} among {among} (all of these workers must pass the same list)"
         return self._receive(source, stream, ObjectForm(), options, timeout_s, async_op, what, finish=_load_result)
 
@@ -434,7 +437,7 @@ class Messenger:
             target=target,
             form=form,
             device=devices.current_device(),
-            ready=tensors.record_event(target),
+            ready=record_event(target),
             eager=async_op,
             what=what,
             begun=now,
@@ -465,3 +468,67 @@ def _load_result(delivery: Delivery) -> Any:
 
 def _take_tensor(delivery: Delivery) -> None:
     delivery.take()
+
+
+def form_of(tensor: Tensor) -> TensorForm:
+    """Return the form of a tensor for send_tensor and recv_tensor. TypeError for anything but a plain tensor."""
+    if not isinstance(tensor, Tensor) or not pickling.is_plain(tensor):
+        raise TypeError(
+            "send_tensor and recv_tensor expect a dense tensor (strided, not nested, not quantized, on the CPU or the "
+            "accelerator), got a "
+            f"{type(tensor).__name__}{f' ({tensor.layout}, {tensor.device})' if isinstance(tensor, Tensor) else ''}"
+        )
+    return TensorForm(str(tensor.dtype), tuple(tensor.shape))
+
+
+def check_target(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor with overlapping elements, such as an expanded tensor."""
+    span = 0  # distance of the first and the last element in the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # From the smallest stride on, a dimension must step over all elements of the dimensions before it.
+        if tensor.numel() and size > 1:  # otherwise it has no steps
+            if stride <= span:
+                raise ValueError(
+                    f"recv_tensor cannot write into a tensor of shape {tuple(tensor.shape)} and strides "
+                    f"{tensor.stride()}: some of its elements overlap in memory; pass a clone()"
+                )
+            span += stride * (size - 1)
+
+
+def record_event(target: Tensor | None) -> Any:
+    """Record and return an event on the current stream of an accelerator's tensor, after which the tensor may be
+    written. None for other tensors."""
+    return None if target is None or target.is_cpu else devices.record_event(target.device)
+
+
+def participants(groups: Sequence[tuple[str, Ranks]]) -> list[WorkerAddress]:
+    """Return the workers of `groups` in their order: `("g", 0)` is one worker, `("g", [0, 1])` are two, `("g", (0,
+    1))` is the worker of that path, `("g", [(0, 0), (0, 1)])` are the two of those paths. ValueError if there are
+    none or one occurs twice."""
+    workers = []
+    for name, ranks in groups:
+        rank_list: Sequence[int | tuple[int, ...]] = ranks if isinstance(ranks, list) else [ranks]
+        workers += [WorkerAddress(name, rank) for rank in rank_list]
+    check(workers)
+    return workers
+
+
+def check(workers: Sequence[WorkerAddress]) -> None:
+    """Raise ValueError if there are no workers or one occurs twice."""
+    if not workers:
+        raise ValueError("workers is empty: a broadcast needs at least one worker")
+    twice = {name for name, count in Counter(worker.get_name() for worker in workers).items() if count > 1}
+    if twice:
+        raise ValueError(f"the workers of a broadcast must be distinct; named more than once: {sorted(twice)}")
+
+
+def stream_of(workers: Sequence[WorkerAddress]) -> bytes:
+    """Return the name of the stream of broadcasts among these workers, the same on each of them."""
+    names = "\n".join(sorted(worker.get_name() for worker in workers))
+    return hashlib.sha256(names.encode()).digest()[:16]
+
+
+def listed(workers: Sequence[WorkerAddress]) -> str:
+    """Return the names of the workers for messages, at most 10."""
+    more = f" and {len(workers) - 10} more" if len(workers) > 10 else ""
+    return ", ".join(worker.get_name() for worker in workers[:10]) + more

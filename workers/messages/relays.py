@@ -5,10 +5,12 @@ workers, so order, deadlines and errors do not depend on a third worker. The fir
 `FAN_OUT` hosts pull the values from the source, each further host pulls them from an earlier host, and the other
 receivers on a host pull them from its first. If a receiver gets no bytes for a while, because its relay died, hangs
 or has no free memory, it pulls the missing bytes from the source, which keeps them until all receivers have them.
+`Backlog` counts the bytes of messages that a worker keeps for others.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +18,6 @@ from functools import partial
 
 from dataplane.core.addresses import split_address
 from workers.errors import MessageBacklogError
-from workers.messages.backlog import Backlog
 from workers.messages.wire import Absent, Data, PostMessage, Relay, WantMessage
 from workers.transport.pickling import Bytes
 
@@ -32,6 +33,34 @@ KEEP_S = 5.0
 
 Reply = Callable[[bytes, Data | Absent, Bytes | None], None]
 Schedule = Callable[[float, Callable[[], None]], None]
+
+
+class Backlog:
+    """Bytes of messages that are sent and not received yet, or forwarded. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._waiting = 0
+        self._guard = threading.Lock()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes that are kept now."""
+        return self._waiting
+
+    def admit(self, nbytes: int, what: str) -> None:
+        """Count `nbytes` until `free`. `MessageBacklogError`, which names the operation `what`, if they would exceed
+        the limit."""
+        with self._guard:
+            if self._waiting + nbytes > self._limit:
+                raise MessageBacklogError(
+                    what=what, nbytes=nbytes, waiting_bytes=self._waiting, limit_bytes=self._limit
+                )
+            self._waiting += nbytes
+
+    def free(self, nbytes: int) -> None:
+        with self._guard:
+            self._waiting -= nbytes
 
 
 class Tree:

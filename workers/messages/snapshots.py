@@ -12,9 +12,8 @@ import torch
 import zmq
 
 from workers.directory.address import WorkerAddress
-from workers.messages.backlog import Backlog
 from workers.messages.collectives import DeviceValues, Road
-from workers.messages.relays import Tree
+from workers.messages.relays import Backlog, Tree
 from workers.messages.shared_buffers import OwnSlab, Slabs
 from workers.messages.wire import Form, Place
 from workers.transport.pickling import Packed

@@ -12,7 +12,7 @@
 The sender decides the order of the transfers of a group, and posts one only when its receivers are ready. So nobody
 waits in a collective for a message that is not received, whichever end sends first. A group has one sender, and both
 directions of a pair are two groups. If a group fails, its messages travel through host memory, and so do all later
-ones of these workers until one of them restarts.
+ones of these workers until one of them restarts. Workers with the same device share its memory through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
+from dataplane.core import devices
 from dataplane.errors import DataPlaneError, InternalError
-from workers.messages import device_sharing
 from workers.messages.collectives import (
     CONNECT_S,
     JOIN_S,
@@ -57,6 +59,7 @@ from workers.messages.wire import (
     HostValues,
     Place,
     Ready,
+    SharedMemory,
     SharedValues,
     Transfer,
     WantHost,
@@ -222,7 +225,7 @@ class TransferSource:
     def _share(self, sending: Sending, place: Place, values: DeviceValues) -> None:
         """Let a receiver on this worker's device copy the values."""
         try:
-            memory = device_sharing.share(values)
+            memory = share(values)
         except Exception as error:  # the device or its allocator does not support it
             self._use_host_memory([sending.to], error)
             self._send_host(sending)
@@ -453,7 +456,7 @@ class TransferReceiver:
         """Copy values from the sender's memory. In a thread of its own."""
         outcome: Outcome
         try:
-            outcome = device_sharing.copy_of(shared.memory, shared.nbytes, torch.device(shared.device))
+            outcome = copy_of(shared.memory, shared.nbytes, torch.device(shared.device))
         except Exception as error:  # for example: the processes cannot see each other
             outcome = error
         self._groups.call(partial(self._done, route, shared, outcome))
@@ -487,3 +490,29 @@ class TransferReceiver:
     def _want_host(self, route: bytes, transfer: Transfer | SharedValues, why: str) -> None:
         group = transfer.group if isinstance(transfer, Transfer) else ""
         self._reply(route, WantHost(stream=transfer.stream, number=transfer.number, group=group, why=why))
+
+
+def share(values: DeviceValues) -> SharedMemory:
+    """Share the memory of the values with one other process, which must open it. Until then, or until this process
+    ends, torch keeps the memory. RuntimeError if the device or its allocator does not support that."""
+    storage = values.flat.untyped_storage()
+    device = values.flat.device
+    if device.type != "cuda":
+        raise RuntimeError(f"{device.type} devices cannot share memory between processes")
+    with torch.cuda.device(device):
+        if values.ready is not None:
+            devices.current_stream(device).wait_event(values.ready)  # torch's event follows the current stream
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what other processes have closed
+        _, *facts = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return SharedMemory(*facts)
+
+
+def copy_of(memory: SharedMemory, nbytes: int, device: torch.device) -> Tensor:
+    """Open the memory, on `device` of this process, and return a copy of the values, uint8 `[nbytes]`. Blocks until
+    the copy is complete. RuntimeError if this process cannot open it, for example because it is the owner."""
+    with torch.cuda.device(device):
+        storage: Any = torch.UntypedStorage._new_shared_cuda(device.index, *msgspec.structs.astuple(memory))
+        values = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+        copy = values.clone()
+        torch.cuda.current_stream(device).synchronize()
+    return copy

@@ -15,8 +15,8 @@ import torch
 from tests.workers.channels.peer import Peer
 from workers.channels import Channel, ChannelBroker, background, connection, connection_pool
 from workers.channels import broker as broker_module
+from workers.channels.broker import HostedBroker
 from workers.channels.discovery import ChannelSettings
-from workers.channels.hosted import HostedBroker
 from workers.directory import DirectoryClient
 from workers.messages.async_work import AsyncWork
 from workers.transport.stream import Endpoint

@@ -14,9 +14,9 @@ from tests.workers.channels.channels import CAPACITY, hosted
 from tests.workers.channels.peer import Peer, kept
 from workers.channels import Channel, connection
 from workers.channels import channel as channel_module
+from workers.channels.broker import HostedBroker
 from workers.channels.discovery import broker_name
 from workers.channels.errors import ChannelLostError, ChannelSettingsError, EndOfChannelError
-from workers.channels.hosted import HostedBroker
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.directory import server as directory_server
 from workers.transport.stream import Endpoint

@@ -27,8 +27,8 @@ from workers.channels import (
     EndOfChannelError,
 )
 from workers.channels import channel as channel_module
+from workers.channels.broker import HostedBroker
 from workers.channels.discovery import broker_name
-from workers.channels.hosted import HostedBroker
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
 from workers.directory import server as directory_server
 from workers.errors import NameNotFoundError, WorkerLostError

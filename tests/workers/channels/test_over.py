@@ -11,7 +11,7 @@ import pytest
 from tests.directories import client, directory
 from tests.workers.channels.channels import hosted
 from workers.channels import Channel, ChannelClosedError, ChannelLostError, EndOfChannelError
-from workers.channels.hosted import HostedBroker
+from workers.channels.broker import HostedBroker
 from workers.directory import DirectoryClient
 
 pytestmark = pytest.mark.integration

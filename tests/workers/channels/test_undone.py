@@ -12,8 +12,8 @@ from tests.directories import client, directory
 from tests.workers.channels.channels import hosted
 from workers.channels import Channel, ChannelTimeoutError
 from workers.channels import channel as channel_module
+from workers.channels.broker import HostedBroker
 from workers.channels.connection_pool import Link
-from workers.channels.hosted import HostedBroker
 from workers.channels.wire import Close, Create
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError

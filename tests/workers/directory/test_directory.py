@@ -24,8 +24,8 @@ from tests.processor import costs_little
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, DirectoryEntry, EntryState, Kind, server
 from workers.directory import client as client_module
 from workers.directory.address import WorkerAddress
-from workers.directory.process import has_ended, this_process
 from workers.directory.registry import Registry
+from workers.directory.server import has_ended, this_process
 from workers.directory.wire import (
     VERSION,
     End,

@@ -21,8 +21,8 @@ from tests.restarts import Proxy, wait_until
 from workers.directory import Directory, DirectoryClient, DirectoryEntry, EntryState, Kind, server
 from workers.directory import client as client_module
 from workers.directory.address import WorkerAddress
-from workers.directory.process import this_process
 from workers.directory.registry import Registry
+from workers.directory.server import this_process
 from workers.directory.wire import Lookup, OpenDirectory, RegisterProcess
 from workers.errors import DirectoryLostError, NameInUseError, WorkerLostError
 from workers.transport.encoding import encode

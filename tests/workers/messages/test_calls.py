@@ -24,11 +24,10 @@ from workers.errors import (
     WorkerLostError,
 )
 from workers.messages import Messenger
-from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
 from workers.messages.outgoing import OutgoingMessages, Sending
-from workers.messages.relays import Relays
+from workers.messages.relays import Backlog, Relays
 from workers.messages.shared_buffers import Mappings
 from workers.messages.snapshots import ValueSnapshot
 from workers.messages.wire import ObjectForm, PostMessage

@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.messages.messengers import WAIT_S, Here, address, switched
 from tests.workers.messages.test_collectives import _groups, _host_only, _through_host_memory
-from workers.messages import collectives, device_sharing, transfers
+from workers.messages import collectives, transfers
 from workers.messages.collectives import DeviceValues
 from workers.messages.wire import Place, SharedMemory
 
@@ -36,8 +36,8 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device == torch.device("cpu")
         return shared[memory.handle][:nbytes].clone()
 
-    monkeypatch.setattr(device_sharing, "share", share)
-    monkeypatch.setattr(device_sharing, "copy_of", copy_of)
+    monkeypatch.setattr(transfers, "share", share)
+    monkeypatch.setattr(transfers, "copy_of", copy_of)
     for module in (transfers, collectives):
         monkeypatch.setattr(module, "place_of", lambda _: Place("cpu", "the only one"))
 
@@ -67,7 +67,7 @@ def test_memory_of_a_device_that_cannot_be_shared(
     def fail(*_: Any) -> Any:
         raise RuntimeError("not supported")
 
-    monkeypatch.setattr(device_sharing, failing, fail)
+    monkeypatch.setattr(transfers, failing, fail)
     a, b = switched.workers(2)
     _through_host_memory(a, b)
     assert _host_only(a) == {"g:1"}

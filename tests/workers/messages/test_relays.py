@@ -20,7 +20,7 @@ from tests.restarts import wait_until
 from tests.workers.messages.messengers import Here, address, elsewhere, one_connection, want_of
 from workers.directory.address import WorkerAddress
 from workers.errors import WorkerLostError
-from workers.messages import Messenger, broadcast_members, fetches, relays, snapshots
+from workers.messages import Messenger, fetches, messenger, relays, snapshots
 from workers.messages.io_thread import IoThread
 from workers.messages.relays import Relays, Tree
 from workers.messages.wire import Absent, Data, Relay, WantMessage
@@ -386,7 +386,7 @@ def test_what_is_asked_for_early_waits_for_its_message(
     monkeypatch.setattr(engine.incoming._relays, "_reply", lambda route, answer, body: answered.append(answer))
     source = workers[0]._io_thread.incarnation
     serial = next(snapshots._serials) + 1 if comes else 10**9
-    stream = broadcast_members.stream_of(NAMES)
+    stream = messenger.stream_of(NAMES)
     want = want_of(
         "g:0", incarnation=source, serial=serial, stream=stream, receiver=engine.incarnation, nbytes=CHUNK_BYTES
     )

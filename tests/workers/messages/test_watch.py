@@ -12,12 +12,11 @@ import pytest
 
 from dataplane.core.buffer_pool import BufferPool
 from tests.workers.messages.messengers import no_groups, want_of
-from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
-from workers.messages.relays import RELAY_S, Relays
+from workers.messages.relays import RELAY_S, Backlog, Relays
 from workers.messages.shared_buffers import Mappings
 from workers.messages.wire import ObjectForm, PostMessage, Pull, Relay, Slab, WantMessage
 from workers.transport.pickling import Layout
