@@ -1,4 +1,7 @@
-"""Reads of rows: where they are in mapped arenas, and transfers of the others into buffers of this process."""
+"""Reads of rows: where they are in mapped arenas, and transfers of the others into buffers of this process.
+
+Also selections of the locations of the samples' values, and their storage units.
+"""
 
 from __future__ import annotations
 
@@ -170,3 +173,22 @@ def _readable(arena: MappedArena, guard: object | None) -> Bytes:
     pinned = whole.view(Pinned)
     pinned.guard = guard
     return pinned
+
+
+def select_values(located: c.FieldLocations, selection: npt.NDArray[Any] | slice) -> c.FieldLocations:
+    """Return the locations at these positions (indexes, booleans or a slice)."""
+    return c.FieldLocations(
+        name=located.name,
+        spec=located.spec,
+        units=located.units[selection],
+        offsets=located.offsets[selection],
+        lengths=located.lengths[selection],
+        checksums=None if located.checksums is None else located.checksums[selection],
+    )
+
+
+def units_of(located: Sequence[c.FieldLocations]) -> set[int]:
+    """Return the units that hold any of the rows."""
+    # Columns of one put have equal unit arrays: comparing their bytes is faster than scanning each of them.
+    distinct = {field.units.tobytes(): field.units for field in located}
+    return {unit for units in distinct.values() for unit in set(units.tolist())}

@@ -10,8 +10,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from dataplane.config import DataPlaneConfig
-from dataplane.controller.dashboard.api import api, health
-from dataplane.controller.dashboard.files import page
+from dataplane.controller.dashboard.api import api, health, page
 from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.event_loop import LedgerLike, LedgerThread
 from dataplane.controller.metrics.collector import ServiceMetrics

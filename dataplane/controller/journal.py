@@ -7,6 +7,9 @@
 
 Appended records survive a process crash at any moment, because `append` returns after handing them to the kernel. A
 machine crash may lose everything, unless the fact `clean` records that the journal was closed properly.
+
+The end of the log is stored outside the log (`LogEnd`), because SQLite silently treats damage in its write-ahead log as
+its end.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import functools
 import logging
 import os
 import sqlite3
+import struct
 import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from dataplane.controller.journal_end import LogEnd
+from dataplane.core.addresses import boot_id
 from dataplane.core.failpoints import hit
 from dataplane.core.file_locks import HeldFile, file_system, is_local
 from dataplane.core.private_dir import make_private, private, refuse_link_of_another, sync_path
@@ -419,3 +423,42 @@ class Journal(Log):
         """Close all files except the lock."""
         super().close()
         self._end.close()
+
+
+_CONTENT = struct.Struct("<QQ36s")
+MOST = 2**63 - 1
+"""Highest record number that SQLite supports."""
+
+
+class LogEnd:
+    """File with the numbers of the last appended and the last fsynced record, each written after the record itself.
+
+    After a machine crash only the second number is reliable: without an fsync, this file may have reached the disk
+    before the log. Raises OSError if the file cannot be opened or written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._boot = boot_id().encode().ljust(36, b"\0")[:36]
+        content = os.pread(self._fd, _CONTENT.size + 1, 0)  # one byte more, to notice a longer file
+        appended, self._fsynced, boot = 0, 0, b""
+        if len(content) == _CONTENT.size:  # a file of another size counts as empty
+            appended, self._fsynced, boot = _CONTENT.unpack(content)
+        self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended
+        self.least = appended if boot == self._boot else self._fsynced  # another boot: the machine may have crashed
+        """Number of the last record that the log must contain, unless the file is `damaged`."""
+
+    def appended(self, number: int) -> None:
+        """Note that the log contains all records up to `number`."""
+        os.pwrite(self._fd, _CONTENT.pack(number, self._fsynced, self._boot), 0)
+
+    def fsynced(self, number: int) -> None:
+        """Note that the disk contains all records up to `number`."""
+        self._fsynced = number
+        self.appended(number)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

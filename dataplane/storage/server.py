@@ -4,6 +4,8 @@ The server also rejects requests of fenced sessions and of aborted puts; it make
 before the next message or order is handled, so a fenced session or an aborted put has no copy in progress. A read is
 copied out of the arena before its payload is sent. A write is admitted, and then copied at once, when its whole payload
 has arrived.
+
+`Growth` grows the memory behind the unit's arena as ordered, in steps.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from dataplane.core.limited_log import Complaints
 from dataplane.core.listeners import listens_at, listens_no_more_at
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
+    ArenaSpaceError,
     AuthenticationError,
     DataPlaneError,
     InternalError,
@@ -34,7 +37,7 @@ from dataplane.errors import (
     StorageUnitError,
     to_wire,
 )
-from dataplane.ledger.commands import FenceSession, GrowArena, Input, SessionAlive, SessionAttached, SessionGone
+from dataplane.ledger.commands import FenceSession, GrowArena, Grown, Input, SessionAlive, SessionAttached, SessionGone
 from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.proof import Ticket
@@ -43,7 +46,6 @@ from dataplane.protocol.zmq_frames import TLS, beginning, is_tls
 from dataplane.storage.arena import Arena
 from dataplane.storage.arena_access import ArenaAccess
 from dataplane.storage.endpoints import bind
-from dataplane.storage.growth import Growth
 from dataplane.storage.metrics import BulkCounts
 from dataplane.storage.session_lock import lock_directories as default_lock_directories
 from dataplane.storage.sessions import Sessions
@@ -497,3 +499,44 @@ class BulkServer:
 def _refusal(error: DataPlaneError) -> pb.BulkReply:
     name, facts = to_wire(error)
     return pb.BulkReply(error=pb.BulkError(name=name, facts=facts))
+
+
+class Growth:
+    """Grow the arena. `report` receives the outcomes. Not thread-safe: used by the unit's thread only."""
+
+    def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
+        self._arena = arena
+        self._report = report
+        self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()  # with their remaining steps
+        self._failure_logged = False  # since the last growth that succeeded
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether growth needs further steps."""
+        return bool(self._orders)
+
+    def begin(self, order: GrowArena) -> None:
+        """Queue growth after the earlier orders."""
+        self._orders.append((order, self._arena.grow_steps(order.backed_bytes)))
+
+    def step(self) -> None:
+        """Add one step of memory. The controller repeats growth that fails, so only the first of consecutive failures
+        is logged."""
+        order, steps = self._orders[0]
+        error = None
+        try:
+            if next(steps, None) is not None:  # further steps may follow
+                return
+        except ArenaSpaceError as caught:
+            error = str(caught)
+            if not self._failure_logged:
+                log.warning("Storage unit %d cannot grow to %d bytes: %s", order.unit, order.backed_bytes, error)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            if not self._failure_logged:
+                log.exception("Storage unit %d cannot grow to %d bytes", order.unit, order.backed_bytes)
+        self._failure_logged = error is not None
+        self._orders.popleft()
+        hit("unit.before_grown")
+        backed = self._arena.backed_bytes
+        self._report(Grown(unit=order.unit, backed_bytes=backed, error=error))

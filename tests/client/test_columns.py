@@ -11,7 +11,7 @@ from dataplane.client.columns import kv_first_write, read_columns, write_columns
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import decode, encode_fields
-from dataplane.data.columns.specs import declared_specs
+from dataplane.data.columns.encode import declared_specs
 from dataplane.data.jagged import is_jagged
 from dataplane.data.meta import KVBatchMeta
 from tests.data.columns_helpers import same_rows, store

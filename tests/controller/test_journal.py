@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from dataplane.controller import journal as module
-from dataplane.controller import journal_end
 from dataplane.controller.journal import END_NAME, FORMAT, LOG_NAME, Journal, Log
 from dataplane.core import failpoints
 from dataplane.core.types import PROTOCOL_VERSION
@@ -228,7 +227,7 @@ def test_after_the_end_of_the_machine_records_may_be_missing_unless_the_journal_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_by_a_kill(tmp_path / "closed", tmp_path / "killed", 40)
-    monkeypatch.setattr(journal_end, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(module, "boot_id", lambda: "another boot")
     damage_from_the_middle(tmp_path / "killed")
     (tmp_path / "closed" / LOG_NAME).unlink()
     with pytest.raises(StateDirError, match="but 40 were appended"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.core.turns import Turn, Turns
+from dataplane.client.session_state import Turn, Turns
 
 KEYS = st.lists(st.integers(0, 3), max_size=4)
 

@@ -16,10 +16,10 @@ from dataplane.client.checkpoint import files, manifest
 from dataplane.client.checkpoint.atomic_dir import Place
 from dataplane.client.checkpoint.files import FILE_BYTES, DamagedValueError, FilePart, array_part, stored_part
 from dataplane.client.checkpoint.manifest import CellsEntry, CheckpointInfo, FieldEntry, PartitionEntry, RowsEntry
-from dataplane.client.locations import select_values, units_of
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import name_tuple
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
+from dataplane.client.row_reader import select_values, units_of
 from dataplane.client.session_state import SessionState
 from dataplane.core import failpoints
 from dataplane.core.types import FieldKind

@@ -17,11 +17,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from dataplane.client.locations import select_values, units_of
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
+from dataplane.client.row_reader import select_values, units_of
 from dataplane.client.session_state import SessionState
 from dataplane.core import devices, failpoints
 from dataplane.core.schema import VARIANTS, Layout, columns_of, field_of

@@ -14,7 +14,6 @@ import torch
 from msgspec.structs import replace
 from tensordict import TensorDict
 
-from dataplane.client.locations import select_values, units_of
 from dataplane.client.operations.field_names import fetch_schema, schema_for_put
 from dataplane.client.operations.joined_puts import (
     SmallPut,
@@ -27,11 +26,11 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
-from dataplane.client.session_state import Schema, SessionState
+from dataplane.client.row_reader import select_values, units_of
+from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.core import failpoints
 from dataplane.core.devices import CPU, current_stream, record_event
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
-from dataplane.core.turns import Turn
 from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
 from dataplane.data.meta import KVBatchMeta

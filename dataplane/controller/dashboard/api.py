@@ -1,15 +1,19 @@
-"""JSON interface of the dashboard: the state of the service."""
+"""JSON interface of the dashboard: the state of the service.
+
+Also the static files of the dashboard and their HTTP paths.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from pathlib import Path
 from typing import Protocol
 
 from dataplane.controller.metrics.throughput import FlowReport
 from dataplane.controller.metrics.timeline import TimelineReport
 from dataplane.ledger import commands as c
-from dataplane.protocol.http import Handler, HttpRequest, Parameters, Response, as_json, plain
+from dataplane.protocol.http import HTML, Handler, HttpRequest, Parameters, Response, as_json, plain
 
 PARTS = 256
 """Default number of columns or cells of a chart."""
@@ -108,3 +112,27 @@ def _why(request: HttpRequest, ask: Ask) -> c.Command:
             if (part.partition, known.task) == (partition, task):
                 fields = known.fields
     return c.WhyBlocked(partition=partition, task=task, fields=fields)
+
+
+PAGE = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": HTML,
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
+    ".woff2": "font/woff2",
+}
+
+
+def page(folder: Path = PAGE) -> dict[str, Handler]:
+    """Read the files in `folder` with a suffix of `_TYPES` and return their handlers by path; index.html is at /."""
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _TYPES]
+    return {"/" if path.name == "index.html" else f"/{path.name}": _file(path) for path in files}
+
+
+def _file(path: Path) -> Handler:
+    response = Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], headers={"Cache-Control": "no-cache"})
+    return lambda request: response

@@ -1,12 +1,13 @@
 """Columns: the fields of a put encoded for storage, and stored rows decoded to values."""
 
-from dataplane.data.columns.append import appended
 from dataplane.data.columns.decode import (
     Column,
     Empty,
     SharedOffsets,
+    StoredPart,
     as_tensordict,
     assemble,
+    checked,
     decode,
     decode_batch,
     decode_columns,
@@ -14,14 +15,20 @@ from dataplane.data.columns.decode import (
     decode_views,
     fresh,
     from_pool,
+    widened,
 )
 from dataplane.data.columns.device_decode import decode_on_device, use_on_current_stream
-from dataplane.data.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
+from dataplane.data.columns.encode import (
+    EncodedColumn,
+    PerToken,
+    Shared,
+    appended,
+    declared_specs,
+    encode_fields,
+    require_fields,
+)
 from dataplane.data.columns.row_source import InnerPart, RowSource
-from dataplane.data.columns.specs import declared_specs
 from dataplane.data.columns.values import FlatValues
-from dataplane.data.columns.verify import checked
-from dataplane.data.columns.widened import StoredPart, widened
 
 __all__ = [
     "Column",

@@ -3,14 +3,18 @@
 Parameters of most functions: `empty` allocates the tensors of the result, `copier` makes the copies of long rows, and
 with `pickles` pickled objects are unpickled. A settled spec has a dtype unless its kind is objects: `spec.dtype or ""`
 only satisfies the type checker.
+
+Rows are verified against the checksums of their writer at their final location in memory.
+Fields whose kind widened: rows that were put before are converted to the present kind while they are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +22,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
+from dataplane.core.checksums import damaged
 from dataplane.core.row_copy import (
     CopyRuns,
     Int64s,
@@ -29,11 +34,19 @@ from dataplane.core.row_copy import (
 )
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.data.columns.row_source import RowSource
-from dataplane.data.columns.values import ragged_header_bytes
+from dataplane.data.columns.values import RaggedValues, Values, ragged_header_bytes, row_values
 from dataplane.data.jagged import jagged_from_values, pad_element, padded_width
 from dataplane.data.object_codec import decode_object, object_array
-from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view, tensor_at, tensor_over, writable_alias
-from dataplane.errors import InternalError, InvalidRequestError
+from dataplane.data.tensor_memory import (
+    TORCH_DTYPES,
+    byte_view,
+    tensor_at,
+    tensor_of_numbers,
+    tensor_over,
+    writable_alias,
+)
+from dataplane.errors import ChecksumError, InternalError, InvalidRequestError
+from dataplane.ledger.commands import FieldLocations
 
 Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
 """A decoded column: a dense or jagged tensor, a list of ragged tensors, or an object array."""
@@ -333,3 +346,110 @@ def _parse_ragged_row(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UI
 
 def _non_tensor_stack(rows: list[Any]) -> Any:
     return NonTensorStack(*rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldCheck:
+    """Compares the rows of one field with the checksums in `located`. A `Check` of `columns.decode`. samples: sample
+    ids in row order, for error messages."""
+
+    partition: str
+    samples: Sequence[str]
+    located: FieldLocations
+
+    def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None:
+        """Verify `rows` (indices, or a slice of all), which are at `offsets` of `memory`. `ChecksumError` names the
+        first row that differs."""
+        located = self.located
+        assert located.checksums is not None
+        sizes = located.lengths[rows] * located.spec.unit_bytes
+        expected = located.checksums[rows]
+        wrong, got = damaged(memory, offsets, sizes, expected)  # wrong: positions in `rows`
+        if not len(wrong):
+            return
+        row = int(np.arange(len(located.lengths))[rows][wrong[0]])  # works for both forms of `rows`
+        raise ChecksumError(
+            partition=self.partition,
+            sample=self.samples[row],
+            field=located.name,
+            unit=int(located.units[row]),
+            expected=int(expected[wrong[0]]),
+            got=int(got[0]),
+            total=len(wrong),
+        )
+
+
+def checked(
+    sources: Mapping[str, RowSource], located: Sequence[FieldLocations], partition: str, samples: Sequence[str]
+) -> dict[str, RowSource]:
+    """Return `sources` with a check for every field that has checksums; its rows are verified when they are read."""
+    checks = {field.name: FieldCheck(partition, samples, field) for field in located if field.checksums is not None}
+    return {
+        name: dataclasses.replace(source, check=checks[name]) if name in checks else source
+        for name, source in sources.items()
+    }
+
+
+class StoredPart(NamedTuple):
+    """Rows of a field that are stored in one of its columns. places: their positions in the result `[n]`."""
+
+    places: Int64s
+    source: RowSource
+
+
+def widened(spec: FieldSpec, parts: Sequence[StoredPart], rows: int) -> RowSource:
+    """Return all `rows` rows of a field as rows of `spec`, ragged or dense. Rows of other specs are converted into new
+    memory; the others stay where they are, and keep their check. Raises `ChecksumError` for rows to convert that do not
+    match their checksums."""
+    present = [part for part in parts if part.source.spec == spec]
+    buffers: list[UInt8s] = []
+    which = np.zeros(rows, np.int32)
+    offsets = np.zeros(rows, np.int64)
+    lengths = np.zeros(rows, np.int64)
+    check = None
+    for places, source in present:  # at most one
+        which[places] = 0 if source.which is None else source.which
+        offsets[places] = source.offsets
+        lengths[places] = source.lengths
+        buffers += source.buffers
+        check = None if source.check is None else _PartCheck(source, _positions(places, rows))
+    for places, source in parts:
+        if source.spec != spec:
+            sizes, memory = _converted(source, spec)
+            which[places] = len(buffers)
+            offsets[places] = np.cumsum(sizes) - sizes
+            lengths[places] = sizes if spec.kind is FieldKind.RAGGED else 1
+            buffers.append(memory)
+    return RowSource(spec, buffers, which, offsets, lengths, check=check)
+
+
+def _converted(source: RowSource, spec: FieldSpec) -> tuple[Int64s, UInt8s]:
+    """Return the rows of `source`, which are dense, jagged or plain numbers, as rows of `spec`: the size of each row,
+    and the bytes of all rows one after another."""
+    column = decode(source)
+    rows = column if isinstance(column, Tensor) else tensor_of_numbers(list(column), TORCH_DTYPES[spec.dtype or ""])
+    values: Values = RaggedValues(rows.unbind()) if spec.kind is FieldKind.RAGGED else row_values(rows, lengths=None)
+    memory = np.empty(int(values.sizes.sum()), np.uint8)
+    values.write(0, len(values.sizes), memory)
+    return values.sizes, memory
+
+
+def _positions(places: Int64s, rows: int) -> Int64s:
+    """Return the index in `places` of each of the rows; -1 for the others."""
+    positions = np.full(rows, -1, np.int64)
+    positions[places] = np.arange(len(places))
+    return positions
+
+
+@dataclasses.dataclass(frozen=True)
+class _PartCheck:
+    """Verifies those rows of a field that `source` has. A `Check`. positions: see `_positions`."""
+
+    source: RowSource
+    positions: Int64s
+
+    def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None:
+        positions = self.positions[rows]
+        own = positions >= 0
+        assert self.source.check is not None
+        self.source.check(memory, offsets[own], positions[own])

@@ -1,10 +1,14 @@
-"""Encodes fields as columns: spec, row lengths, memory locations. Only objects are copied here; see `EncodedColumn`."""
+"""Encodes fields as columns: spec, row lengths, memory locations. Only objects are copied here; see `EncodedColumn`.
+
+Also parses the field specs that a caller declares for a partition.
+Appends: stored rows and newly put values are concatenated into replacement rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,10 @@ from torch import Tensor
 
 from dataplane.core.checksums import UInt32s
 from dataplane.core.plain_numbers import number_fits, numbers_dtype
-from dataplane.core.row_copy import Int64s, Run, UInt8s
+from dataplane.core.row_copy import Int64s, Run, UInt8s, gather
 from dataplane.core.schema import STANDARD_KINDS, TOKEN_ALIGNED_FIELDS
-from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.core.types import FieldKind, FieldSpec, field_spec
+from dataplane.data.columns.row_source import RowSource
 from dataplane.data.columns.values import (
     FlatValues,
     ListValues,
@@ -587,3 +592,67 @@ def _list_kind(tensors: list[Tensor], default: FieldKind | None) -> FieldKind:
     inner = tensors[0].shape[1:]
     same_inner = all(tensor.dim() > 0 and tensor.shape[1:] == inner for tensor in tensors)
     return FieldKind.JAGGED if same_inner and default is not FieldKind.RAGGED else FieldKind.RAGGED
+
+
+def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str, FieldSpec]:
+    """Parse the `fields` of `register_partition`: names, or name -> FieldSpec (or a mapping of its parts, or None).
+
+    The first put settles the parts that a spec leaves open (see `encode_fields`). Raises ValueError for names that
+    repeat, are empty or are not str, and for invalid specs; TypeError if `fields` is not iterable.
+    """
+    if isinstance(fields, str):
+        raise InvalidRequestError(f"fields={fields!r}: pass a list of names, not one string")
+    if fields is not None and not isinstance(fields, Iterable):
+        hint = "Pass a list of names, or a mapping of names to FieldSpecs."
+        raise UnsupportedValueError(field="argument fields", row=None, got=repr(fields), hint=hint)
+    pairs = list(fields.items()) if isinstance(fields, Mapping) else [(name, None) for name in fields or ()]
+    specs: dict[str, FieldSpec] = {}
+    for name, given in pairs:
+        if type(name) is not str or not name:
+            raise InvalidRequestError(f"field names must be non-empty strings, got {name!r}")
+        if name in specs:
+            raise InvalidRequestError(f"field {name!r} is declared twice; name each field once")
+        specs[name] = _parse_spec(name, given)
+    return specs
+
+
+def _parse_spec(name: str, given: Any) -> FieldSpec:
+    try:
+        return field_spec(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"field {name!r}: {error}") from error
+
+
+def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, rows: Int64s) -> EncodedColumn:
+    """Return the jagged column with its values appended to the stored ones.
+
+    Row `rows[i]` begins with row i of `stored`, which has `stored_lengths[i]` elements (of 0 bytes if the inner shape
+    contains a 0). Other rows keep their values. Copies both into new memory; values that rows shared are duplicated.
+    Raises `ChecksumError` if stored rows do not match their checksums.
+    """
+    values, lengths = column.values, column.lengths
+    if column.index is not None:
+        values, lengths = values.take(column.index), lengths[column.index]
+    count = len(lengths)
+    tails = np.empty(int(values.sizes.sum()), np.uint8)
+    values.write(0, count, tails)
+    # Each row has two parts: part 0 is the stored row (without bytes if there is none), part 1 is the appended value.
+    # `which` is the number of the buffer that has a part: one of `stored.buffers`, or `tails` after them.
+    which = np.full((count, 2), len(stored.buffers), np.int32)
+    offsets, sizes = np.zeros((count, 2), np.int64), np.zeros((count, 2), np.int64)
+    which[rows, 0] = 0 if stored.which is None else stored.which
+    offsets[rows, 0], sizes[rows, 0] = stored.offsets, stored.sizes
+    offsets[:, 1], sizes[:, 1] = np.cumsum(values.sizes) - values.sizes, values.sizes
+    # A stored row without bytes may have any offset: let it begin at the start of `tails`.
+    which[sizes[:, 0] == 0, 0], offsets[sizes[:, 0] == 0, 0] = len(stored.buffers), 0
+    joined = np.empty(int(sizes.sum()), np.uint8)
+    # Row-major: the two parts of each row follow each other.
+    gather([*stored.buffers, tails], which.reshape(-1), offsets.reshape(-1), sizes.reshape(-1), joined)
+    totals: Int64s = sizes.sum(axis=1)
+    starts = np.cumsum(totals) - totals
+    if stored.check is not None:
+        stored.check(joined, starts[rows], slice(None))  # all stored rows, at their new location
+    flat = FlatValues(joined, starts, totals)
+    total_lengths = lengths.copy()
+    total_lengths[rows] += stored_lengths
+    return dataclasses.replace(column, lengths=total_lengths, sizes=totals, index=None, values=flat)
