@@ -35,8 +35,7 @@ from dataplane.ledger.ledger import Ledger
 from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.fd_limits import require_enough
 from dataplane.protocol.grpc_loader import import_with_grpc
-from dataplane.protocol.proof import Ticket
-from dataplane.protocol.token import Secret
+from dataplane.protocol.proof import Secret, Ticket
 
 if TYPE_CHECKING:
     from dataplane.controller.grpc_server import GrpcServer

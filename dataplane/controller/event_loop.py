@@ -17,7 +17,7 @@ import zmq
 from dataplane.controller.requests import Facts, Key, Reply, key_of, rejection_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core.failpoints import hit
-from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.core.zmq_io import Waker, poll_ms
 from dataplane.errors import (
     CallTimeoutError,
     DataPlaneError,

@@ -36,9 +36,9 @@ from dataplane.protocol import codec, unit_stream
 from dataplane.protocol.converters import message_type
 from dataplane.protocol.fd_limits import share
 from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.proof import Secret
 from dataplane.protocol.server_keys import HANDSHAKE_S
 from dataplane.protocol.tls import server_credentials
-from dataplane.protocol.token import Secret
 from dataplane.protocol.zmq_frames import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,8 @@ Both derive from the secret the ticket of that instance (one start of a controll
 password of ZMQ's handshake. A later instance rejects the ticket of an earlier one.
 
 The secret is the shared token. With TLS and without a token, the controller gives clients with a certificate a secret.
+
+`Secret` is the check of the shared token by the gRPC server.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 from typing import Self
+
+from dataplane.errors import AuthenticationError
 
 NONCE_BYTES = 32
 STRETCH_ROUNDS = 50_000
@@ -52,3 +56,20 @@ def _mac(secret: str, purpose: str, message: bytes) -> bytes:
 @functools.lru_cache(maxsize=16)
 def _key(secret: str) -> bytes:
     return hashlib.pbkdf2_hmac("sha256", secret.encode(), b"tq.v1", STRETCH_ROUNDS)
+
+
+class Secret:
+    """The service's token and the `ticket` of this instance; the server accepts either. Without a token it accepts
+    every caller (endpoints bind loopback only)."""
+
+    def __init__(self, token: str | None, ticket: Ticket | None = None) -> None:
+        self._token = None if token is None else token.encode()
+        self._code = None if ticket is None else ticket.code.encode()
+
+    def check(self, shown: bytes, *, peer: str) -> None:
+        """Raise AuthenticationError unless `shown` is the token or the ticket's code. Compares in constant time."""
+        if self._token is None or hmac.compare_digest(shown, self._token):  # None: every caller is accepted
+            return
+        if self._code is not None and hmac.compare_digest(shown, self._code):
+            return
+        raise AuthenticationError(peer=peer, why="the token is wrong" if shown else "no token was given")

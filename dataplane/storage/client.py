@@ -23,7 +23,7 @@ from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
 from dataplane.core.failpoints import hit
 from dataplane.core.in_flight import InFlight
 from dataplane.core.inner_slice import InnerSlice
-from dataplane.core.wakeup import Waker
+from dataplane.core.zmq_io import Waker
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
 from dataplane.ledger.commands import UnitInfo
 from dataplane.protocol.fd_limits import enough_for

@@ -13,9 +13,8 @@ from dataplane.controller.requests import parse
 from dataplane.errors import AuthenticationError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
-from dataplane.protocol.proof import Ticket
+from dataplane.protocol.proof import Secret, Ticket
 from dataplane.protocol.resolver import register_resolver, resolve
-from dataplane.protocol.token import Secret
 from dataplane.protocol.zmq_frames import MAX_GROUP
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import poll_ms
 from workers.channels import wire
 from workers.channels.connection import CONFIRM_S, GRACE_S, UNCONFIRMED, ArrivedItems, BrokerConnection
 from workers.channels.errors import ChannelClosedError, ChannelTimeoutError, disconnected

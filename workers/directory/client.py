@@ -21,7 +21,7 @@ import zmq
 
 from dataplane.core.addresses import split_address
 from dataplane.core.durations import seconds
-from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import poll_ms
 from dataplane.errors import InternalError
 from dataplane.protocol.fd_limits import OF_A_CONTEXT
 from workers import errors

@@ -24,8 +24,7 @@ from pathlib import Path
 import zmq
 
 from dataplane.core.addresses import boot_id, join_address, resolve_host
-from dataplane.core.wakeup import poll_ms
-from dataplane.core.zmq_io import bind_tcp, send
+from dataplane.core.zmq_io import bind_tcp, poll_ms, send
 from dataplane.errors import InternalError, ProtocolVersionError
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import wire

@@ -21,8 +21,7 @@ import zmq
 
 from dataplane.core.addresses import join_address, resolve_host
 from dataplane.core.buffer_pool import BufferPool
-from dataplane.core.wakeup import poll_ms
-from dataplane.core.zmq_io import bind_tcp, send
+from dataplane.core.zmq_io import bind_tcp, poll_ms, send
 from dataplane.errors import InternalError
 from workers.directory import DirectoryClient, DirectoryEntry, EntryState, Facts, Kind
 from workers.directory.address import WorkerAddress

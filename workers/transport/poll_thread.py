@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dataplane.core.wakeup import Waker
+from dataplane.core.zmq_io import Waker
 
 JOIN_S = 10.0
 """Default limit of the wait of `close` for the thread's end."""

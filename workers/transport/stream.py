@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane.core.addresses import boot_id, split_address
-from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import poll_ms
 from workers.transport.framing import MAX_ANSWER_BYTES, READ_BYTES, Message, Splitter, send_some
 
 SILENT_S = 10.0

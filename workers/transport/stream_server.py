@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dataplane.core.addresses import boot_id, join_address, resolve_host
-from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import poll_ms
 from workers.transport.framing import READ_BYTES, Message, Splitter, send_some
 from workers.transport.poll_thread import PollThread
 from workers.transport.stream import Endpoint, tune

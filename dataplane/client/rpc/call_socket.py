@@ -14,7 +14,7 @@ import zmq
 from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.client.rpc.pending_calls import Calls, OutgoingCall
 from dataplane.core import zmq_io
-from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import poll_ms
 from dataplane.errors import DataPlaneError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames

@@ -20,7 +20,7 @@ from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
 from dataplane.core.failpoints import hit
 from dataplane.core.in_flight import InFlight
-from dataplane.core.wakeup import Waker
+from dataplane.core.zmq_io import Waker
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError, from_wire, to_wire
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames

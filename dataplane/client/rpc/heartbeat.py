@@ -18,8 +18,7 @@ from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
 from dataplane.core.backoff import Backoff
 from dataplane.core.failpoints import hit
-from dataplane.core.wakeup import Waker
-from dataplane.core.zmq_io import readable
+from dataplane.core.zmq_io import Waker, readable
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames

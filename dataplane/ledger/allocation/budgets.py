@@ -9,9 +9,8 @@ import numpy as np
 from dataplane.errors import CapacityTimeoutError
 from dataplane.ledger.commands import Int32s, Int64s, Notice, WhenFull
 from dataplane.ledger.state.arrays import Bools, some, tally
-from dataplane.ledger.state.eviction_outlook import Gain, Outlook
 from dataplane.ledger.state.extents import Account
-from dataplane.ledger.state.partition import Partition
+from dataplane.ledger.state.partition import Gain, Outlook, Partition
 from dataplane.ledger.state.sessions import ParkedAllocate
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit

@@ -50,9 +50,8 @@ from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedAllocate, Preallocation, PutReservation, Session, Want
-from dataplane.ledger.state.state import State
+from dataplane.ledger.state.state import Line, State, WaitQueues
 from dataplane.ledger.state.units import Unit
-from dataplane.ledger.state.wait_queues import Line, WaitQueues
 
 RETRY_S = 1.0
 """How often an arena that could not grow is asked again while a put waits: other processes may have freed memory."""

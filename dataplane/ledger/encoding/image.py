@@ -22,9 +22,8 @@ import numpy as np
 from dataplane.core import number_set, types
 from dataplane.errors import DataPlaneError, from_wire, to_wire
 from dataplane.ledger.allocation import reservations
-from dataplane.ledger.commands import inputs, inspection, outputs, parts, requests, results
+from dataplane.ledger.commands import inputs, inspection, parts, requests, results
 from dataplane.ledger.state import (
-    eviction_outlook,
     extents,
     fields,
     free_space,
@@ -32,13 +31,11 @@ from dataplane.ledger.state import (
     partition,
     rows,
     sessions,
-    snapshot,
     state,
     tags,
     tasks,
     tombstones,
     units,
-    wait_queues,
     watches,
 )
 
@@ -170,19 +167,17 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 
 _STORED = _by_name(
     (
-        *(number_set, types, inputs, inspection, outputs, parts, requests, results),
-        *(eviction_outlook, extents, fields, free_space, limits, partition),
+        *(number_set, types, inputs, inspection, parts, requests, results),
+        *(extents, fields, free_space, limits, partition),
         *(
             reservations,
             rows,
             sessions,
-            snapshot,
             state,
             tags,
             tasks,
             tombstones,
             units,
-            wait_queues,
             watches,
         ),
     )

@@ -17,8 +17,7 @@ from dataplane.ledger.state.checksum_policy import checksums_of
 from dataplane.ledger.state.fields import cells_of
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import Session
-from dataplane.ledger.state.snapshot import SavedCells, Snapshot
+from dataplane.ledger.state.sessions import SavedCells, Session, Snapshot
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tags import Tag, Tags
 

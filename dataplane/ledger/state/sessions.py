@@ -1,23 +1,28 @@
-"""Sessions of clients: their calls and answers, and the space, pins and claims that they hold."""
+"""Sessions of clients: their calls and answers, and the space, pins and claims that they hold.
+
+Also the estimated size of an answer (`size_of`), and the snapshot of a partition, taken for a checkpoint.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from dataplane.core.durations import UNLIMITED_S
 from dataplane.core.number_set import NumberSet
+from dataplane.core.types import FieldSpec
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, Samples
-from dataplane.ledger.commands.result_size import size_of
+from dataplane.ledger import commands as c
+from dataplane.ledger.commands import Allocate, Allocated, Claim, FindCells, Int32s, Int64s, Result, Samples
 from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.limits import Limits
-from dataplane.ledger.state.snapshot import Snapshot
+from dataplane.ledger.state.tags import Tags
 from dataplane.ledger.state.units import Unit
 
 if TYPE_CHECKING:
@@ -332,3 +337,64 @@ class Want:
             )
 
         return sorted(units, key=rank) if len(units) > 1 else units
+
+
+FEW_ROWS = 32
+"""An answer about fewer rows or placements counts as small."""
+SMALL_BYTES = 4096
+"""Smaller answers count as 0 bytes, because the number of answers is bounded, too."""
+_ITEM_BYTES = 64
+"""Assumed size of a string, number or tag in a tuple."""
+
+
+def size_of(result: Result | DataPlaneError) -> int:
+    """Return the approximate size of a result in bytes, or 0 for an error or a small result."""
+    if isinstance(result, DataPlaneError):
+        return 0
+    rows = result.placements if type(result) is Allocated else getattr(result, "rows", None)
+    if rows is not None and len(rows) < FEW_ROWS:  # small without a look at its fields
+        return 0
+    size = _approximate_bytes(result)
+    return size if size >= SMALL_BYTES else 0
+
+
+def _approximate_bytes(value: Any) -> int:
+    """Return about how many bytes the value takes. Of a tuple, the first item decides whether its items are examined
+    one by one."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, msgspec.Struct):
+        return sum([_approximate_bytes(getattr(value, name)) for name in value.__struct_fields__])
+    if isinstance(value, tuple):
+        if value and isinstance(value[0], msgspec.Struct | tuple):
+            return sum(map(_approximate_bytes, value))
+        return _ITEM_BYTES * len(value)
+    if isinstance(value, dict):
+        return _ITEM_BYTES * len(value)
+    return 8  # a number, or None
+
+
+class SavedCells:
+    """Locations of the cells of one field, by age of their samples. A length of -1 means "no cell"."""
+
+    checksums: c.UInt32s | None = None
+
+    def __init__(
+        self, spec: FieldSpec, units: c.Int32s, offsets: c.Int64s, lengths: c.Int64s, checksums: c.UInt32s | None
+    ) -> None:
+        self.spec = spec
+        self.checksums = checksums
+        self.units = units
+        self.offsets = offsets
+        self.lengths = lengths
+
+
+class Snapshot:
+    """The samples of one partition at the time of the snapshot, oldest first."""
+
+    def __init__(self, ids: tuple[str, ...], tags: Tags, fields: dict[str, SavedCells]) -> None:
+        self.ids = ids
+        self.tags = tags
+        self.fields = fields

@@ -1,9 +1,12 @@
-"""The root of the ledger's state, on which every part of the ledger works."""
+"""The root of the ledger's state, on which every part of the ledger works.
+
+`WaitQueues` has the puts that wait for space: one line per partition, by account number, in order of arrival.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from dataplane.core.types import Checksums
@@ -30,7 +33,6 @@ from dataplane.ledger.state.sessions import (
 )
 from dataplane.ledger.state.tasks import Leases, Task
 from dataplane.ledger.state.units import Unit
-from dataplane.ledger.state.wait_queues import Line, Lines
 from dataplane.ledger.state.watches import Watch
 
 BIRTHS_APART_NS = 1000
@@ -385,3 +387,54 @@ class State:
         if 4 * len(name) > limit:
             size = len(name.encode("utf-8", "surrogatepass"))
             check_limit(f"bytes of {what} {name[:40]!r}...", size, limit, "Use a shorter name.")
+
+
+Line = dict[tuple[int, int], ParkedAllocate]
+"""Waiting puts by session and call number, longest waiting first."""
+Lines = dict[int, Line]
+"""Lines by account number. No line is empty."""
+
+
+class WaitQueues:
+    """Iterator over the puts of several lines in order of arrival. The current put may be removed from its line during
+    its turn. The cost is proportional to the number of lines and of puts that have a turn. `_next`: heap with the next
+    put of each line, as (place, put, the line's iterator). `_last`: iterator of the current put's line, which is queued
+    again before the next put is chosen."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self._next: list[tuple[int, ParkedAllocate, Iterator[ParkedAllocate]]] = []
+        self._last: Iterator[ParkedAllocate] | None = None
+        for line in lines:
+            self._queue(_iterate_line(line))
+
+    def __iter__(self) -> WaitQueues:
+        return self
+
+    def __next__(self) -> ParkedAllocate:
+        if self._last is not None:  # the line of the previous put, unless it was skipped
+            self._queue(self._last)
+        if not self._next:
+            raise StopIteration
+        _, parked, self._last = heapq.heappop(self._next)
+        return parked
+
+    def skip_line(self) -> None:
+        """Skip the remaining puts in the line of the current put."""
+        self._last = None
+
+    def _queue(self, turns: Iterator[ParkedAllocate]) -> None:
+        """Add the line's next put to the heap, if it has one."""
+        parked = next(turns, None)
+        if parked is not None:
+            heapq.heappush(self._next, (parked.place, parked, turns))
+
+
+def _iterate_line(line: Line) -> Iterator[ParkedAllocate]:
+    """Yield the puts of a line (at least one), longest waiting first."""
+    first = next(iter(line.values()))
+    yield first
+    # A copy, because puts leave the line during their turns. Usually only the first put has a turn, and the generator
+    # does not come here.
+    for parked in list(line.values()):
+        if parked is not first:
+            yield parked

@@ -22,7 +22,7 @@ import pytest
 import torch
 import zmq
 
-from dataplane.core.wakeup import LONGEST_MS, poll_ms
+from dataplane.core.zmq_io import LONGEST_MS, poll_ms
 from dataplane.errors import InternalError
 from tests.alone import alone
 from tests.restarts import wait_until
