@@ -16,6 +16,7 @@ from dataplane.cli.doctor import doctor
 from dataplane.cli.drain import drain, drop
 from dataplane.cli.flags import typer_command
 from dataplane.cli.ls import ls
+from dataplane.cli.output import print_notice
 from dataplane.cli.serve import serve
 from dataplane.cli.show import show
 from dataplane.cli.status import status
@@ -94,9 +95,9 @@ def _print_usage_error(error: typer.TyperException) -> int:
     context = getattr(error, "ctx", None)
     command = NAME if context is None else context.command_path
     text = " ".join(error.format_message().split()).rstrip(".")
-    print(f"{command}: {text}; see `{command} --help`", file=sys.stderr)
+    print_notice(f"{command}: {text}; see `{command} --help`")
     return error.exit_code
 
 
 def _print_error(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr)
+    print_notice(f"{NAME}: {text}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from dataplane.cli.completion import partitions
 from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import counted, readable, shown
-from dataplane.cli.output import print_either
+from dataplane.cli.output import print_either, print_notice
 from dataplane.cli.session import ask, partition_stats, session
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def clear(
     text = f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}"
     print_either({"partition": partition, "cleared": count}, text, json=json)
     if count < len(ids):
-        print(f"tq: {len(ids) - count} of {counted(len(ids), 'sample')} not found", file=sys.stderr)
+        print_notice(f"tq: {len(ids) - count} of {counted(len(ids), 'sample')} not found")
         return 1
     return 0
 

@@ -12,7 +12,7 @@ import dataplane
 from dataplane.cli.completion import units
 from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import counted, readable, shown, time_limit
-from dataplane.cli.output import print_either
+from dataplane.cli.output import print_either, print_notice
 from dataplane.cli.session import ask, session, unit_stats
 from dataplane.errors import DrainError
 
@@ -134,10 +134,8 @@ def _drain_and_drop(
                 client.drop_unit(stats.unit)
         except KeyboardInterrupt:
             empty = f"storage unit {_label(stats)} is empty and gets no new rows"
-            print(
-                f"tq: interrupted: {empty}; it may or may not have been dropped (check `tq status`, run `tq drop`)",
-                file=sys.stderr,
-            )
+            unsure = "it may or may not have been dropped (check `tq status`, run `tq drop`)"
+            print_notice(f"tq: interrupted: {empty}; {unsure}")
             return None
     return drained
 
@@ -147,7 +145,7 @@ def _undo_after_interrupt(client: DataPlaneClient, stats: c.UnitStats) -> None:
     if not stats.draining:
         client.undrain(stats.unit)
     now = "gets no new rows, as before" if stats.draining else "takes new rows again"
-    print(f"tq: interrupted: storage unit {_label(stats)} {now}; moved rows stay where they are", file=sys.stderr)
+    print_notice(f"tq: interrupted: storage unit {_label(stats)} {now}; moved rows stay where they are")
 
 
 class _ProgressLine:
@@ -177,7 +175,7 @@ class _ProgressLine:
             print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = len(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print_notice(text)
 
     def end(self) -> None:
         """End the current line, so that the next output begins a new one."""

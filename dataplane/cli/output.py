@@ -1,7 +1,9 @@
-"""Output of commands, as JSON or tables. Colours are used on terminals only."""
+"""Output of commands: JSON, tables, and lines in which control characters are escaped. Colours are used on terminals
+only."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,11 +23,22 @@ def print_json(value: Any) -> None:
 
 
 def print_either(value: Any, text: str, *, json: bool) -> None:
-    """Print `value` as one line of JSON if `json` is set, otherwise `text`."""
+    """Print `value` as one line of JSON if `json` is set, otherwise `text` as one line."""
     if json:
         print_json(value)
     else:
-        print(text)
+        print(escaped(text), flush=True)
+
+
+def print_notice(text: str) -> None:
+    """Print one line on standard error. Whatever an argument or a service put into `text`, it stays one line and cannot
+    control the terminal."""
+    print(escaped(text), file=sys.stderr, flush=True)
+
+
+def escaped(text: str) -> str:
+    """Replace characters that are not printable, such as line breaks, by their escape sequences in Python."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _to_list(value: Any) -> Any:

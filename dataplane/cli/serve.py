@@ -9,7 +9,7 @@ import typer
 
 from dataplane.cli.flags import Http, Json, MemoryFlags, Security
 from dataplane.cli.formatting import duration
-from dataplane.cli.output import print_json
+from dataplane.cli.output import print_json, print_notice
 from dataplane.config import DataPlaneConfig
 from dataplane.core.stopping import Stop
 from dataplane.core.types import Checksums
@@ -75,14 +75,14 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
         if stop.asked:  # a signal came during the start
             return 0
         if controller.recovered:
-            print(f"restored the state in {config.state_dir}", file=sys.stderr, flush=True)
+            print_notice(f"restored the state in {config.state_dir}")
         _print_ready(controller.address, controller.http_url, json=json)
         stop.when(controller.ended)  # sets `stop` later; does not block
         stop.wait()  # for a signal, a failure of a unit, or the end of the controller
         if controller.ended.is_set():
             failures.append("the controller failed; see the log above")
         if failures and not stop.asked:  # after a signal, failures are part of stopping
-            print(f"tq: {failures[0]}; the service stops", file=sys.stderr)
+            print_notice(f"tq: {failures[0]}; the service stops")
             return 1
     finally:
         units.stop()

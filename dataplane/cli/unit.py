@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from dataplane.cli.flags import Json, MemoryFlags, Security
-from dataplane.cli.formatting import duration
+from dataplane.cli.formatting import duration, shown
+from dataplane.cli.output import print_either, print_notice
 from dataplane.config import DataPlaneConfig
 from dataplane.core.stopping import Stop
 
@@ -55,12 +55,17 @@ def _run_unit(config: DataPlaneConfig, address: str, name: str | None, json: boo
     stop = Stop()  # before the slow imports: from here on, a signal stops the unit
     from dataplane.protocol.fd_limits import allow_more
     from dataplane.storage.unit import StorageUnit
-    from dataplane.storage.unit_process import run_unit
+    from dataplane.storage.unit_process import UnitStatus, run_unit
+
+    def print_ready(status: UnitStatus) -> None:
+        metrics = f", metrics at {status.http}/metrics" if status.http else ""
+        facts = {"unit": status.unit, "http": status.http}
+        print_either(facts, f"storage unit {shown(status.unit)} ready{metrics}", json=json)
 
     allow_more()  # open files
     storage_unit = StorageUnit(config, address, name=name)
-    lost_controller = run_unit(storage_unit, stop, json=json)
+    lost_controller = run_unit(storage_unit, stop, print_ready)
     if lost_controller:
-        print(f"tq: storage unit {storage_unit.name} lost its controller at {address}", file=sys.stderr)
+        print_notice(f"tq: storage unit {storage_unit.name} lost its controller at {address}")
         return 1
     return 0

@@ -232,9 +232,9 @@ def require_memory(count: int) -> None:
         raise ValueError(f"cannot start {count:,} storage units, at most {most_units:,}: {why}. Start fewer units.")
 
 
-def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
-    """Start the unit, report that on standard output as text or JSON, and serve until `stop`, which may be set during
-    the start. Return whether the controller was lost first."""
+def run_unit(unit: StorageUnit, stop: Stop, report: Callable[[UnitStatus], None]) -> bool:
+    """Start the unit, call `report`, and serve until `stop`, which may be set during the start. Return whether the
+    controller was lost first."""
     stop.then(unit.give_up)
     try:
         unit.start()
@@ -243,19 +243,16 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
             return False
         raise
     with unit as running:  # which is started already; leaving the block stops it
-        metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
-        status = UnitStatus(unit=running.name, http=running.http_url or None)
-        print(_to_json(status) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
+        report(UnitStatus(unit=running.name, http=running.http_url or None))
         lost = running.lost
         stop.when(lost)  # a lost controller ends the wait, too
         stop.wait()
         return lost.is_set() and not stop.asked
 
 
-def _to_json(status: UnitStatus) -> str:
-    """Return the status as JSON, without an empty error."""
-    facts = {name: fact for name, fact in asdict(status).items() if name != "error" or fact}
-    return msgspec.json.encode(facts).decode()
+def _print_status(status: UnitStatus) -> None:
+    """Print the status as one line of JSON, for the process of the controller."""
+    print(msgspec.json.encode(asdict(status)).decode(), flush=True)  # noqa: T201
 
 
 def main() -> int:
@@ -272,10 +269,11 @@ def main() -> int:
 
     threading.Thread(target=stop_when_stdin_closes, daemon=True).start()
     try:
-        return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop, json=True))
+        unit = StorageUnit(settings.config, settings.address, name=settings.name)
+        return int(run_unit(unit, stop, _print_status))
     except (DataPlaneError, ValueError, OSError) as error:
         with contextlib.suppress(BrokenPipeError):  # the service has ended
-            print(_to_json(UnitStatus(unit=settings.name, error=str(error))), flush=True)  # noqa: T201
+            _print_status(UnitStatus(unit=settings.name, error=str(error)))
         return 1
 
 

@@ -15,6 +15,7 @@ import torch
 from dataplane import DataPlaneConfig, cli, connect, serve
 from dataplane.cli import main
 from dataplane.cli.app import app
+from dataplane.cli.output import escaped
 from dataplane.config import MIB
 from dataplane.storage.unit import StorageUnit
 from tests.cli.service import TQ
@@ -193,6 +194,43 @@ def test_no_name_can_write_on_the_terminal(
     told = capsys.readouterr()
     assert told.out or told.err
     assert not {"\x1b", "\x07"} & set(told.out + told.err)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status", "--address", "{}:1"],
+        ["status", "--address", "{}"],
+        ["status", "127.0.0.1:1", "--address", "{}"],
+        ["status", "127.0.0.1:1", "--token-file", "{}"],
+        ["status", "127.0.0.1:1", "--{}"],
+        ["status", "127.0.0.1:1", "--tls-cert", "{}", "--tls-key", "{}", "--tls-ca", "{}"],
+        ["unit", "{}:1"],
+        ["serve", "--units", "{}"],
+        ["serve", "--arena-dir", "/none/{}"],
+        ["serve", "--host", "{}"],
+        ["top", "127.0.0.1:1", "--http", "{}"],
+        ["top", "127.0.0.1:1", "--interval", "{}"],
+        ["bench", "--address", "{}:1"],
+        ["{}"],
+    ],
+    ids=" ".join,
+)
+def test_no_argument_can_write_on_the_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word.format(f"a\n\u2028{BAD}") for word in arguments]) in (1, 2)
+    told = capsys.readouterr()
+    assert told.out == ""
+    line, end = told.err[:-1], told.err[-1:]
+    assert end == "\n"
+    assert line.startswith("tq")
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("text", ["plain – ünïcode", "a\tb\x1b[2J\x9b\u202e\udcff"])
+def test_escaped_text_says_what_it_was(text: str) -> None:
+    assert escaped(text).isprintable()
+    assert escaped(text).encode().decode("unicode_escape" if escaped(text).isascii() else "utf-8") == text
 
 
 def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,16 @@ def test_a_unit_says_that_it_is_ready_in_json() -> None:
     assert (code, complaints(errors)) == (0, [])
 
 
+def test_the_name_of_a_unit_cannot_write_on_the_terminal() -> None:
+    with dataplane.serve({"units": 0}) as server:
+        command = [sys.executable, "-m", "dataplane", "unit", server.address, "--capacity", "8m"]
+        with Child([*command, "--name", "extra\n\x1b[2J"]) as unit:
+            assert unit.line() == r"storage unit 'extra\n\x1b[2J' ready"
+            unit.terminate()
+            code, output, errors = unit.finish()
+    assert (code, output, complaints(errors)) == (0, "", [])
+
+
 def test_a_unit_listens_where_it_is_told() -> None:
     port = str(free_ports())
     with dataplane.serve({"units": 0}) as server:
