@@ -218,7 +218,7 @@ def test_no_name_can_write_on_the_terminal(
     ids=" ".join,
 )
 def test_no_argument_can_write_on_the_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word.format(f"a\n\u2028{BAD}") for word in arguments]) in (1, 2)
+    assert main([word.format(f"a\n{BAD}") for word in arguments]) in (1, 2)
     told = capsys.readouterr()
     assert told.out == ""
     line, end = told.err[:-1], told.err[-1:]
