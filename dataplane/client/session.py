@@ -133,8 +133,13 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
     limit_s = config.call_timeout_s + config.connect_timeout_s
     in_progress = copies.wait(limit_s)
     if in_progress:
-        what = f"close(), which waits for {in_progress} copies of rows by other threads of this process"
-        raise CallTimeoutError(what=what, waited_s=limit_s, peer="these threads")
+        calls = "1 call" if in_progress == 1 else f"{in_progress} calls"
+        raise CallTimeoutError(
+            what="close() of a client",
+            waited_s=limit_s,
+            peer=f"{calls} of other threads that copy rows",
+            hint="Wait until they have returned, then call close() again.",
+        )
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:

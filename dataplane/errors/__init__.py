@@ -418,15 +418,18 @@ class ClaimTimeoutError(WaitTimeoutError):
 
 
 class CallTimeoutError(WaitTimeoutError):
-    """`peer` did not respond in time to `what`, a command or a request."""
+    """`peer` did not respond in time to `what`, a command or a request. With a `hint` (what to do),
+    `peer` is work of this process that did not end in time."""
 
-    def __init__(self, *, what: str, waited_s: float, peer: str) -> None:
+    def __init__(self, *, what: str, waited_s: float, peer: str, hint: str = "") -> None:
+        missing = f"{peer} did not end" if hint else f"no response from {peer}"
+        remedy = hint or "The process may be stopped, busy or unreachable; see its log."
         super().__init__(
-            f"{what}: no response from {peer} within {waited_s:.1f} s. The process may be stopped, busy or "
-            "unreachable; see its log.",
+            f"{what}: {missing} within {waited_s:.1f} s. {remedy}",
             what=what,
             waited_s=waited_s,
             peer=peer,
+            hint=hint,
         )
 
 

@@ -79,7 +79,8 @@ def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPl
     copies = client._connections.get()._copies
     with (copy := threading.Lock()):
         copies.enter(copy)
-        with pytest.raises(CallTimeoutError):
+        why = "1 call of other threads that copy rows did not end within 0.1 s. Wait until they"
+        with pytest.raises(CallTimeoutError, match=why):
             client.close()
     client.close()
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")

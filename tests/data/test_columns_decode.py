@@ -289,6 +289,17 @@ def test_rows_outside_their_buffer_are_told_before_memory_is_taken(wrong: dict[s
             read(beyond)
 
 
+def test_an_entry_outside_its_buffer_is_named_by_its_row_and_piece() -> None:
+    source = store(encode_one([torch.zeros(2, 2), torch.zeros(1, 2)], 2))
+    offsets = np.repeat(source.offsets, 2)
+    offsets[3] = 10_000
+    lengths = np.repeat(source.lengths, 2)
+    pieces = dataclasses.replace(source, which=None, offsets=offsets, lengths=lengths, pieces=2)
+    outside = r"piece 1 of row 1 of length 1 at byte 10000 is outside"
+    with pytest.raises(InternalError, match=outside):
+        _ = pieces.sizes
+
+
 @pytest.mark.parametrize(("misalign", "in_place"), [(0, True), (8, False)])
 def test_what_is_ours_is_kept_where_it_lies_together_and_is_aligned(misalign: int, in_place: bool) -> None:
     rows = jagged_rows([5, 0, 300, 7], torch.complex128)

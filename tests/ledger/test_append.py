@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,8 +101,13 @@ def test_any_change_is_seen_and_changes_nothing(client: Client, change: str) -> 
 def test_expectations_must_fit_the_samples(client: Client) -> None:
     client.put(["a"], {"x": [70]})
     number, found = find(client, "a")
-    with pytest.raises(InvalidRequestError, match="1 locations for 2 samples"):
+    all_wrong = "field 'x': 1 units, 1 offsets, 1 lengths for 2 samples"
+    with pytest.raises(InvalidRequestError, match=all_wrong):
         put_upon(client, (number, found), ("a", "b"), [80, 5])
+    cells = msgspec.structs.replace(found.fields[0], offsets=np.zeros(3, np.int64))
+    found = msgspec.structs.replace(found, fields=(cells,))
+    with pytest.raises(InvalidRequestError, match="field 'x': 3 offsets for 1 samples"):
+        put_upon(client, (number, found), ("a",), [80])
 
 
 def test_other_faults_come_as_ever(client: Client) -> None:

@@ -77,9 +77,9 @@ class RowSource:
         sizes: Int64s = lengths * unit_bytes
         if np.minimum.reduce(lengths) < 0:
             raise self._outside_error(int(lengths.argmin()))
-        row = row_outside(self.buffers, self.which, self.offsets, self._in_buffers(sizes))
-        if row is not None:
-            raise self._outside_error(row)
+        entry = row_outside(self.buffers, self.which, self.offsets, self._in_buffers(sizes))
+        if entry is not None:
+            raise self._outside_error(entry)
         return sizes
 
     @property
@@ -100,11 +100,11 @@ class RowSource:
         """`[N]` int64 lengths of the rows."""
         return self.lengths if self.pieces == 1 else self.lengths.reshape(-1, self.pieces).sum(axis=1)
 
-    def _outside_error(self, row: int) -> InternalError:
-        return InternalError(
-            what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside the memory that "
-            "was read"
-        )
+    def _outside_error(self, entry: int) -> InternalError:
+        row, piece = divmod(entry, self.pieces)
+        name = f"row {row}" if self.pieces == 1 else f"piece {piece} of row {row}"
+        where = f"length {self.lengths[entry]} at byte {self.offsets[entry]}"
+        return InternalError(what=f"{name} of {where} is outside the memory that was read")
 
     def __len__(self) -> int:
         return len(self.lengths) // self.pieces

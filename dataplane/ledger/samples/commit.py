@@ -281,10 +281,12 @@ class Commits:
                 f"call {located} holds no pins (released or never made): locate the samples again"
             )
         for expected in command.expected:
-            if not len(expected.units) == len(expected.offsets) == len(expected.lengths) == len(rows):
-                raise InvalidRequestError(
-                    f"field {expected.name!r}: {len(expected.lengths)} locations for {len(rows)} samples"
-                )
+            names = "units", "offsets", "lengths"
+            counts = {name: len(getattr(expected, name)) for name in names}
+            wrong = [f"{count} {name}" for name, count in counts.items() if count != len(rows)]
+            if wrong:
+                got = ", ".join(wrong)
+                raise InvalidRequestError(f"field {expected.name!r}: {got} for {len(rows)} samples")
             extents, offsets, lengths = cells_of(partition.fields.get(expected.name), rows)
             moved = (offsets != expected.offsets) | (self.state.extents.units[extents] != expected.units)
             changed = (lengths != expected.lengths) | (moved & (lengths > 0))
