@@ -18,12 +18,19 @@ from tests.workers.training.mixin_worker import worker_on
 pytestmark = pytest.mark.integration
 
 
-def stream_in_step(rank: int, address: str, partition: str, prefetch: int) -> Any:
+def stream_in_step(
+    rank: int,
+    address: str,
+    partition: str,
+    prefetch: int,
+    timeout_s: float | None,
+) -> Any:
     worker = worker_on(rank, "tp2", address)
-    worker.fetch_timeout_s = 60.0
+    worker.fetch_timeout_s = timeout_s
     fields = ["input_ids", "reward"]
     got: list[Any] = []
-    with worker.stream(partition, "train", fields, batch_size=2, prefetch=prefetch, pad_to_multiple=4) as stream:
+    options = {"prefetch": prefetch, "pad_to_multiple": 4, "timeout_s": timeout_s}
+    with worker.stream(partition, "train", fields, batch_size=2, **options) as stream:
         for data, meta in stream:
             got.append((data["input_ids"].tolist(), meta))
             if len(got) == 1 and rank == 0:
@@ -39,11 +46,17 @@ def stream_in_step(rank: int, address: str, partition: str, prefetch: int) -> An
 
 
 @prefetches
+@pytest.mark.parametrize("timeout_s", [60.0, None])
 def test_siblings_get_the_same(
-    pair: Ranks, server: Server, client: DataPlaneClient, partition: str, prefetch: int
+    pair: Ranks,
+    server: Server,
+    client: DataPlaneClient,
+    partition: str,
+    prefetch: int,
+    timeout_s: float | None,
 ) -> None:
     meta = put(client, partition, range(3))
-    leader, sibling = pair.run(stream_in_step, server.address, partition, prefetch)
+    leader, sibling = pair.run(stream_in_step, server.address, partition, prefetch, timeout_s)
     if isinstance(leader, Exception):
         raise leader
     assert leader == sibling

@@ -24,8 +24,8 @@ class AsyncWork(Generic[T]):
     future: completed with the operation; what: names the operation in messages; finish: makes the result from the
     future's value, called once, by the first reader of the result; settle: called with that value, returns None or a
     function to call once before `finish`. If this function returns a future, `finish` waits for it. While a wait
-    lasts, it logs every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout, so a wait without
-    a timeout ends too.
+    lasts, it logs every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout
+    (unless it began with `timeout_s=None`), so a wait without a timeout ends too.
 
     `_timeout_error`: what a wait raises after its timeout; `_settled`: the future of the settling, None before it
     began; `_results`: the result that `finish` made, empty before; `_error`: the error that `finish` raised.

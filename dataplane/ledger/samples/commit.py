@@ -281,8 +281,8 @@ class Commits:
                 f"call {located} holds no pins (released or never made): locate the samples again"
             )
         for expected in command.expected:
-            names = "units", "offsets", "lengths"
-            counts = {name: len(getattr(expected, name)) for name in names}
+            per_sample = "units", "offsets", "lengths"
+            counts = {name: len(getattr(expected, name)) for name in per_sample}
             wrong = [f"{count} {name}" for name, count in counts.items() if count != len(rows)]
             if wrong:
                 got = ", ".join(wrong)
