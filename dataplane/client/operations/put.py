@@ -140,12 +140,15 @@ def put_rows(
                 yield declare()
             if turn + 1 == PUT_TRIES:
                 raise
-            if not (yield from _refresh_schema(session_state, partition, schema, error)):
-                # The schema is as before, but another one came between: others put and clear rows of the field.
-                name = error.facts["field"]
-                if name in wide or (name in schema and name not in schema.open):
-                    raise
-                wide.add(name)
+            is_new = yield from _refresh_schema(session_state, partition, schema, error)
+            name = error.facts["field"]
+            is_open = name not in schema or name in schema.open
+            if is_open and name not in wide and isinstance(error, SchemaError):
+                # Others put and clear rows of the field: the schema may be another one again at the next commit.
+                if turn or not is_new:
+                    wide.add(name)
+            elif not is_new:
+                raise
     raise AssertionError("the last turn returns or raises")
 
 
