@@ -13,11 +13,10 @@ from tests.restarts import WAIT_S
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCENES = """
-import asyncio
 import gc
 import sys
 import torch
-from dataplane import connect, connect_async, serve
+from dataplane import connect, serve
 from tests.interrupting import interrupt_everywhere
 from tests.restarts import wait_until
 
@@ -25,26 +24,12 @@ scene, kind, most = sys.argv[1], sys.argv[2], int(sys.argv[3])
 IDS = ["a", "b", "c"]
 ONES = {"x": torch.ones(3, 20_000)}
 
-class Driven:
-    # An async client whose loop runs in this thread, one call at a time.
-    def __init__(self, client):
-        self.loop = asyncio.new_event_loop()
-        self.client = client
-
-    def __getattr__(self, name):
-        def call(*arguments, **options):
-            return self.loop.run_until_complete(getattr(self.client, name)(*arguments, **options))
-        return call
-
 with serve({"capacity_bytes": 32 << 20, "session_timeout_s": 5.0}) as service, connect(service.address) as observer:
     observer.register_partition("p", ["x"], None, ["t"])
     observer.register_partition("q", ["x"], None, ["t"])
 
     def opened():
-        options = {"force_remote": "remote" in kind}
-        if "async" not in kind:
-            return connect(service.address, **options)
-        return Driven(connect_async(service.address, **options))
+        return connect(service.address, force_remote=kind == "remote")
 
     client = opened()
     client.put_samples(IDS, "p", ONES)
@@ -94,7 +79,7 @@ with serve({"capacity_bytes": 32 << 20, "session_timeout_s": 5.0}) as service, c
 """
 
 
-@pytest.mark.parametrize("connection_kind", ["local", "remote", "local async"])
+@pytest.mark.parametrize("connection_kind", ["local", "remote"])
 @pytest.mark.parametrize(
     ("scene", "most"), [("put", 60), ("small put", 60), ("get", 60), ("views", 40), ("claim", 60), ("close", 30)]
 )

@@ -50,13 +50,16 @@ class AsyncConnection(Session):
         """Open a session. Raise the same errors as `DataPlaneClient.connect`."""
         check_pickles(config)
         lock = session_lock(config)  # held while the session may use shared memory; None if it uses none
+        channel: AsyncChannel | None = None
         try:
             channel = await AsyncChannel.open(config, lock_path="" if lock is None else str(lock.path))
+            return cls(config, channel, lock)  # its `close` releases the lock
         except BaseException:
+            if channel is not None:  # an interrupt
+                threading.Thread(target=channel.free, name="tq-close", daemon=True).start()
             if lock is not None:
                 lock.close()
             raise
-        return cls(config, channel, lock)  # its `close` releases the lock
 
     async def run(self, operation: Operation[T]) -> T:
         """Execute the operation's steps until it returns. A cancelled call ends immediately; if its copy is in
