@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect, serve
-from dataplane.core import listeners
+from dataplane.core import ports
 from dataplane.core.addresses import split_address
 from tests.children import Child
 
@@ -57,12 +57,12 @@ def test_a_forked_child_neither_ends_the_service_nor_keeps_its_ports(tmp_path: P
 def test_a_child_keeps_what_is_not_the_services() -> None:
     ours, other = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     with ours, other:
-        ports = [each.getsockname()[1] for each in (ours, other)]
-        listeners.listens_at(ports[:1])
+        numbers = [each.getsockname()[1] for each in (ours, other)]
+        ports.listens_at(numbers[:1])
         child = os.fork()
         if child == 0:
             alive = [Path(f"/proc/self/fd/{each.fileno()}").readlink() for each in (ours, other)]
             os._exit(0 if str(alive[0]) == os.devnull and str(alive[1]).startswith("socket:") else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        listeners.listens_no_more_at(ports[:1])
-        assert ours.getsockname()[1] == ports[0]
+        ports.listens_no_more_at(numbers[:1])
+        assert ours.getsockname()[1] == numbers[0]

@@ -39,12 +39,11 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
 from dataplane.protocol import server_keys, zmq_frames
 from dataplane.protocol import tls as tls_module
-from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.pb import bulk_pb2, control_pb2_grpc
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import Ticket
 from dataplane.protocol.server_keys import ConnectionKeys, keys_of
-from dataplane.protocol.zap import present
+from dataplane.protocol.zap import ServerKeys, present
 from dataplane.storage import grpc_stream
 from dataplane.storage.arena_record import discard
 from dataplane.storage.transport import connection as bulk_wire

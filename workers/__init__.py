@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dataplane.compat.discovery import register_rendezvous
-from dataplane.protocol.resolver import register_resolver
+from dataplane.core.addresses import register_resolver
 from workers.channels.discovery import register_job
 from workers.service.service import SCHEME, resolve_actor
 

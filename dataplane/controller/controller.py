@@ -27,15 +27,14 @@ from dataplane.core.addresses import (
     resolve_host,
 )
 from dataplane.core.failpoints import hit
-from dataplane.core.listeners import listens_at, listens_no_more_at
-from dataplane.core.ports import require_free_port
+from dataplane.core.ports import listens_at, listens_no_more_at, require_free_port
 from dataplane.core.types import Checksums
 from dataplane.errors import PortTakenError
 from dataplane.ledger.ledger import Ledger
-from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.fd_limits import require_enough
 from dataplane.protocol.grpc_loader import import_with_grpc
 from dataplane.protocol.proof import Secret, Ticket
+from dataplane.protocol.zap import ServerKeys
 
 if TYPE_CHECKING:
     from dataplane.controller.grpc_server import GrpcServer

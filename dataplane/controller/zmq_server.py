@@ -20,9 +20,8 @@ from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, receive_
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
-from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.proof import Ticket
-from dataplane.protocol.zap import Admission, Handshakes
+from dataplane.protocol.zap import Admission, Handshakes, ServerKeys
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dataplane.core.backoff import pick
+from dataplane.core.durations import pick
 
 LOWEST_PORT = 15_000
 """Lower bound for chosen ports: ports below it are often used by well-known servers."""
@@ -173,3 +173,23 @@ def own_address(towards: str) -> str:
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
         return str(probe.getsockname()[0])
+
+
+Resolver = Callable[[str], str]
+
+_resolvers: dict[str, Resolver] = {}
+
+
+def register_resolver(scheme: str, resolve: Resolver) -> None:
+    """Resolve addresses "scheme:REST" to the "host:port" that `resolve(REST)` returns, at each connect."""
+    _resolvers[scheme] = resolve
+
+
+def resolve(address: str) -> str:
+    """Return the "host:port" of an address. Raises ValueError if it has neither that form nor a registered scheme."""
+    scheme, _, rest = address.partition(":")
+    if scheme in _resolvers:
+        return resolve(_resolvers[scheme](rest))
+    if scheme == "actor":
+        raise ValueError(f"address {address!r} names a Ray actor; run `import workers` first, which can resolve it")
+    return join_address(*split_address(address))

@@ -1,9 +1,13 @@
-"""Validation of durations (timeouts, leases, intervals) passed by callers."""
+"""Durations: validation of those passed by callers (timeouts, leases, intervals), and pauses between attempts.
+
+Random numbers come from the operating system, so that the global `random` state, which the user may have seeded, does
+not change."""
 
 from __future__ import annotations
 
 import math
 import numbers
+import random
 from typing import Any
 
 from dataplane.errors import InvalidRequestError
@@ -54,3 +58,31 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def jittered(pause_s: float) -> float:
+    """Return the pause times a random factor in [0.5, 1], so that many waiting clients do not retry at once."""
+    return pause_s * random.SystemRandom().uniform(0.5, 1.0)
+
+
+class Backoff:
+    """Pauses between attempts, in seconds: `first_s` at first, doubled after each attempt, up to `longest_s`."""
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self.next_s = first_s
+
+    def take(self, most_s: float = float("inf")) -> float:
+        """Return the next pause, at most `most_s`, with jitter: between half of the pause and the full pause."""
+        pause_s, self.next_s = min(self.next_s, most_s), min(2 * self.next_s, self._longest_s)
+        return jittered(pause_s)
+
+    def reset(self) -> None:
+        """Start again with `first_s`."""
+        self.next_s = self._first_s
+
+
+def pick(first: int, end: int) -> int:
+    """Return a random number in [first, end)."""
+    return random.SystemRandom().randrange(first, end)

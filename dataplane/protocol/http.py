@@ -39,8 +39,7 @@ from dataplane.core.addresses import (
     resolve_host,
     split_address,
 )
-from dataplane.core.listeners import listens_at, listens_no_more_at
-from dataplane.core.ports import require_free_port
+from dataplane.core.ports import listens_at, listens_no_more_at, require_free_port
 from dataplane.errors import (
     AuthenticationError,
     BadRequestError,

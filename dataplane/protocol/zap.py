@@ -23,9 +23,9 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from dataplane.core.listeners import bound_to, copied, place_of
+from dataplane.core.ports import bound_to, copied, place_of
 from dataplane.core.zmq_io import readable, receive_event
-from dataplane.protocol.curve import ServerKeys, encrypt
+from dataplane.errors import TlsError
 from dataplane.protocol.fd_limits import share
 from dataplane.protocol.proof import Ticket
 
@@ -226,3 +226,36 @@ def present(socket: zmq.Socket[Any], ticket: Ticket | None, curve_key: str = "")
 def _secret_key(ticket: Ticket) -> bytes:
     """Return the secret CURVE key, in z85, that all clients of the instance share."""
     return z85.encode(hashlib.sha256(b"tq curve\0" + ticket.code.encode()).digest())
+
+
+class ServerKeys:
+    """A new key pair. `public` (40 characters of z85) is for clients. Raises `TlsError` if this ZMQ has no CURVE."""
+
+    def __init__(self) -> None:
+        require_curve("a service with TLS")
+        public, self._secret = zmq.curve_keypair()
+        self.public = public.decode()
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Require encryption with `public` at the endpoints that `socket` binds from now on."""
+        socket.curve_server = 1
+        socket.curve_secretkey = self._secret
+
+
+def encrypt(socket: zmq.Socket[Any], server_key: str, own_key: bytes | None = None) -> None:
+    """Make `socket` connect only to the server with the public key `server_key`, from now on. own_key: the client's
+    secret key (z85; by default a new one). Raises `TlsError` if this ZMQ has no CURVE."""
+    require_curve("a client of a service with TLS")
+    secret = own_key or zmq.curve_keypair()[1]
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(secret), secret
+    socket.curve_serverkey = server_key.encode()
+
+
+def require_curve(who: str) -> None:
+    """Raise `TlsError` if this ZMQ cannot encrypt."""
+    if not zmq.has("curve"):
+        raise TlsError(
+            address="ZMQ",
+            why=f"{who} needs libzmq with CURVE, but libzmq {zmq.zmq_version()} was built without it. Install a "
+            "pyzmq wheel, which includes CURVE",
+        )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dataplane.config import TlsFiles
-from dataplane.core.backoff import Backoff
+from dataplane.core.addresses import resolve
+from dataplane.core.durations import Backoff
 from dataplane.core.failpoints import hit
 from dataplane.errors import (
     AuthenticationError,
@@ -27,7 +28,6 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.protocol.grpc_loader import import_with_grpc
-from dataplane.protocol.resolver import resolve
 from dataplane.protocol.server_keys import ConnectionKeys, keys_of
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from dataplane.core.failpoints import hit
 from dataplane.core.private_dir import in_own_directory, leave
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
-from dataplane.protocol.curve import ServerKeys
 from dataplane.protocol.fd_limits import require_enough
 from dataplane.protocol.http import HttpRequest, HttpServer, Response, metrics, plain
 from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.protocol.tls import server_context
+from dataplane.protocol.zap import ServerKeys
 from dataplane.storage.arena import PAGE_BYTES, Arena
 from dataplane.storage.arena_record import Adopted, UnitRecord
 from dataplane.storage.capacity import arena_capacity, sweep_directories

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.client.row_reader import _device_buffer
+from dataplane.client.unit_connections import _device_buffer
 from dataplane.core import cuda_memory, devices
 from dataplane.data.columns import values
 from dataplane.storage.arena import PAGE_BYTES, Arena

@@ -15,8 +15,8 @@ import torch
 from dataplane import connect
 from dataplane.client.rpc import handshake
 from dataplane.core import failpoints
+from dataplane.core.addresses import register_resolver
 from dataplane.errors import ClaimTimeoutError
-from dataplane.protocol.resolver import register_resolver
 from tests.client.reconnecting import (  # noqa: F401
     FIELDS,
     STILL,

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from dataplane.core import backoff
-from dataplane.core.backoff import Backoff
+from dataplane.core import durations
+from dataplane.core.durations import Backoff
 
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without jitter."""
-    monkeypatch.setattr(backoff, "jittered", lambda pause_s: pause_s)
+    monkeypatch.setattr(durations, "jittered", lambda pause_s: pause_s)
 
 
 @pytest.mark.usefixtures("exact")

@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 from unittest import mock
 
-from dataplane.controller.dashboard.api import api, health, page
+from dataplane.controller.http_server import api, health, page
 from dataplane.controller.metrics.recorder import Recorder
 from dataplane.core.addresses import split_address
 from dataplane.errors import DataPlaneError, PartitionNotFoundError

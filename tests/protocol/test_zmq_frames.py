@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.controller.requests import parse
+from dataplane.core.addresses import register_resolver, resolve
 from dataplane.errors import AuthenticationError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.proof import Secret, Ticket
-from dataplane.protocol.resolver import register_resolver, resolve
 from dataplane.protocol.zmq_frames import MAX_GROUP
 
 
@@ -91,7 +91,7 @@ def test_addresses_resolve() -> None:
 
 
 def test_an_actors_address_needs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.protocol.resolver._resolvers", {})
+    monkeypatch.setattr("dataplane.core.addresses._resolvers", {})
     with pytest.raises(ValueError, match="run `import workers` first"):
         resolve("actor:tq")
 

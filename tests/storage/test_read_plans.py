@@ -14,7 +14,7 @@ from dataplane.core.inner_slice import InnerSlice
 from dataplane.errors import InvalidRequestError, StorageUnitError
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.storage.arena import Arena
-from dataplane.storage.arena_access import ArenaAccess
+from dataplane.storage.server import ArenaAccess
 from dataplane.storage.transport import read_plans
 from dataplane.storage.transport.read_plans import inner_to_pb, plan_slices
 from tests.core.test_inner_slice import slices_of

@@ -12,11 +12,10 @@ from dataplane.core.metrics.histograms import Op
 from dataplane.errors import SessionExpiredError, StorageUnitError
 from dataplane.ledger.commands import FenceSession, SessionAlive, SessionAttached, SessionGone
 from dataplane.protocol.pb import bulk_pb2 as pb
-from dataplane.storage import arena_access
+from dataplane.storage import server
 from dataplane.storage import sessions as sessions_module
-from dataplane.storage.arena_access import FEW_RANGES
 from dataplane.storage.client import UnitConnection
-from dataplane.storage.server import BulkServer
+from dataplane.storage.server import FEW_RANGES, BulkServer
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.request_chunks import MAX_HEADER_BYTES
 from tests.logs import logged
@@ -78,7 +77,7 @@ def test_outside_of_what_is_backed_nothing_is_touched(unit, peer, ranges):
 
 
 def test_too_much_at_once_is_refused(peer, monkeypatch):
-    monkeypatch.setattr(arena_access, "MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000)
     assert "1,001 bytes" in str(refused(peer.ask(read=read((0, 500), (0, 501)))))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect
-from dataplane.controller.dashboard import api
+from dataplane.controller import http_server
 from tests.ui import scene
 from tests.ui.conftest import Visitor
 
@@ -39,7 +39,7 @@ def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, vis
 def test_calls_that_wait_and_are_not_listed_are_told_of(
     service: Server, client: DataPlaneClient, visit: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "WAITS", 1)
+    monkeypatch.setattr(http_server, "WAITS", 1)
     scene.produce(client)
     seen = visit(service.http_address)
     with scene.waiting(service), scene.waiting(service, name="policy-1"):

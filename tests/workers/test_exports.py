@@ -64,7 +64,7 @@ before = (dict(os.environ), threading.active_count(), logging.root.handlers[:], 
 import workers
 from workers import launch_service
 after = (dict(os.environ), threading.active_count(), logging.root.handlers[:], signal.getsignal(signal.SIGTERM))
-from dataplane.protocol.resolver import _resolvers
+from dataplane.core.addresses import _resolvers
 print(before == after, ray.is_initialized(), list(_resolvers), "torch" in sys.modules)
 """
     assert run(code) == "True False ['actor'] False"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import safetensors
 
 from dataplane.client.checkpoint.manifest import FileEntry
-from dataplane.client.row_reader import select_values
+from dataplane.client.unit_connections import select_values
 from dataplane.core import failpoints
 from dataplane.core.checksums import damaged
 from dataplane.core.private_dir import private

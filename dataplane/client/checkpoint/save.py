@@ -19,8 +19,8 @@ from dataplane.client.checkpoint.manifest import CellsEntry, CheckpointInfo, Fie
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import name_tuple
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
-from dataplane.client.row_reader import select_values, units_of
 from dataplane.client.session_state import SessionState
+from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.types import FieldKind
 from dataplane.data.columns import RowSource

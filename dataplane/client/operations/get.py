@@ -21,8 +21,8 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
-from dataplane.client.row_reader import select_values, units_of
 from dataplane.client.session_state import SessionState
+from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import devices, failpoints
 from dataplane.core.schema import VARIANTS, Layout, columns_of, field_of
 from dataplane.core.types import FieldSpec

@@ -26,8 +26,8 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
-from dataplane.client.row_reader import select_values, units_of
 from dataplane.client.session_state import Schema, SessionState, Turn
+from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.devices import CPU, current_stream, record_event
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from dataplane.client.operations.steps import Operation, Send, Work
 from dataplane.client.session_state import SessionState
-from dataplane.core.backoff import Backoff
+from dataplane.core.durations import Backoff
 from dataplane.errors import ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
 

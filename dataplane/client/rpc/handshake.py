@@ -25,7 +25,7 @@ import zmq
 from google.protobuf.message import DecodeError
 
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
-from dataplane.core.addresses import boot_id, dial, join_address, split_address
+from dataplane.core.addresses import boot_id, dial, join_address, resolve, split_address
 from dataplane.core.failpoints import hit
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
@@ -41,7 +41,6 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.resolver import resolve
 from dataplane.protocol.server_keys import OPEN, SILENT, ConnectionKeys, keys_of, unreached
 from dataplane.protocol.zap import present
 

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.client.rpc.handshake import Socket, is_slow, resume_session
 from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
-from dataplane.core.backoff import Backoff
+from dataplane.core.durations import Backoff
 from dataplane.core.failpoints import hit
 from dataplane.core.zmq_io import Waker, readable
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError

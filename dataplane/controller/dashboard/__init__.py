@@ -1,1 +1,0 @@
-"""The dashboard: its JSON interface and its static files."""
