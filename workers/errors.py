@@ -22,6 +22,7 @@
         ├── WorkerLostError             a worker's process or group ended during an operation
         ├── DirectoryLostError          the job's directory does not respond
         ├── OpenFilesError              this process reached its limit of open files
+        ├── DeviceTransferError         the tensors of a message did not reach the receiver's device
         └── SourceFailedError           the source of a broadcast could not send
 
 They carry their facts as attributes and can be pickled, like all errors of `dataplane.errors`.
@@ -226,3 +227,13 @@ class SourceFailedError(DeclaredError, ServiceError):
     source: str
     why: str
     text = "{source}, the source of a broadcast, failed: {why}"
+
+
+@declared
+class DeviceTransferError(DeclaredError, ServiceError):
+    what: str
+    why: str
+    text = (
+        "{what}: the tensors were not transferred to the receiver's device: {why}; send again, or "
+        "set TQ_COLLECTIVES=never to send tensors through host memory"
+    )

@@ -9,7 +9,7 @@ from tests.fuzz.target import Feed, FindingError, Target
 from workers.channels import wire as channels
 from workers.directory import wire as directory
 from workers.messages import wire as messages
-from workers.messages.options import CollectiveGroupOptions
+from workers.messages.wire import CollectiveGroupOptions
 from workers.transport import framing
 from workers.transport.encoding import encode, error_of
 from workers.transport.pickling import Layout, Segment
@@ -96,7 +96,6 @@ def message_seeds() -> list[bytes]:
         options=CollectiveGroupOptions(),
         layout=Layout((Segment(0, 48, "torch.int64", (2, 3)),), 48, 48),
         slab=messages.Slab("h", 1, 2, 3, 64),
-        settling=True,
         serial=4,
         relay=messages.Relay("b:0", 5, "h:1", 1),
         passes_on=True,
@@ -107,7 +106,7 @@ def message_seeds() -> list[bytes]:
     )
     requests = [post, data, messages.ForgetMessage(inodes=(1, 2)), want]
     answers = [
-        messages.Held(stream=b"", number=1, kept=True, busy=False),
+        messages.Held(stream=b"", number=1, kept=True),
         messages.Pull(stream=b"", number=1, start=0, nbytes=9),
         data,
         messages.Absent(source="a:0", stream=b"", number=1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -140,18 +139,6 @@ class AsyncWork(Generic[T]):
                     self._error = error
                     raise
             return self._results[0]
-
-
-class TensorWork(AsyncWork[None]):
-    """Work of `recv_tensor`. Observing that it is done takes the message, whose values are in the tensor."""
-
-    def done(self) -> bool:
-        """Whether the operation has ended."""
-        done = super().done()
-        if done:
-            with contextlib.suppress(Exception):
-                self._result()  # takes the message; `wait` raises its error
-        return done
 
 
 def _woken_by(future: Future[Any]) -> asyncio.Future[None]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,8 +28,7 @@ from dataplane.core import devices
 from dataplane.core.addresses import split_address
 from workers.directory.address import WorkerAddress
 from workers.messages.group_store import StoreServer, files_for
-from workers.messages.options import CollectiveGroupOptions
-from workers.messages.wire import Place
+from workers.messages.wire import CollectiveGroupOptions, Place
 from workers.transport.pickling import Packed
 
 AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
@@ -41,6 +40,10 @@ STEP_S = 0.5
 """Timeout of an attempt to connect to a store; less than `JOIN_S`."""
 PAUSE_S = 0.02
 """How often a member looks whether the others have come."""
+QUERY_S = 0.0002
+"""How often a member looks whether its device has done a transfer."""
+LONGEST_S = 365 * 86400.0
+"""The timeout of a transfer for a messenger without one."""
 
 OF_A_GROUP = 12
 OF_A_MEMBER = 4
@@ -49,7 +52,8 @@ OF_A_MEMBER = 4
 _UNUSED_TAG = 2**31 - 1
 _TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 """By default these backends end the process if an operation fails. 0 makes them only report the failure."""
-_log = logging.getLogger(__name__)
+_environment_guard = threading.Lock()
+_PROCESS = uuid.uuid4().hex
 
 
 def checked_mode(mode: str) -> str:
@@ -65,28 +69,26 @@ def place_of(device: torch.device) -> Place:
         return Place("cpu", "")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     properties = getattr(torch.get_device_module(device), "get_device_properties", lambda index: None)(index)
-    return Place(f"{device.type}:{index}", str(getattr(properties, "uuid", "")))
+    return Place(f"{device.type}:{index}", str(getattr(properties, "uuid", "")), _PROCESS)
 
 
 class Road:
     """Chooses how the tensors of `worker`'s messages travel. mode: "auto": those on an accelerator by its collectives;
-    "always": those on the CPU, too; "never": all through host memory. host_only: names of the workers to which only
-    host memory leads. Thread-safe."""
+    "always": those on the CPU, too; "never": all through host memory. Thread-safe."""
 
     def __init__(self, mode: str, worker: str) -> None:
         self._mode = checked_mode(mode)
         self._worker = worker
-        self.host_only: set[str] = set()
 
     def device_of(self, packed: Packed, receivers: Sequence[WorkerAddress]) -> torch.device | None:
         """Return the device of a message's tensors if they are to travel by its collectives: if it has values, all of
-        them are tensors on one device, and no receiver is in `host_only`."""
+        them are tensors on one device, and this worker is no receiver."""
         devices = {part.device if isinstance(part, Tensor) else None for part in packed.parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is None or not packed.layout.skeleton_from or not self._uses(device.type):
             return None
         names = {receiver.get_name() for receiver in receivers}
-        return device if names.isdisjoint(self.host_only) and self._worker not in names else None
+        return None if self._worker in names else device
 
     def receiving_device(
         self, sender: Place, target: Tensor | None, current: torch.device | None
@@ -184,15 +186,11 @@ class Membership:
 class CollectiveGroup:
     """One sender and its receivers. Broadcasts run one after another, in the order of `submit` at each member, in the
     group's own thread, which first makes the process group. The first failure ends the group: this broadcast and all
-    later ones fail. timeout_s: of each broadcast. submitted, finished: numbers of broadcasts; connected: whether the
-    process group is made. `_pending`: those that
-    have no outcome yet."""
+    later ones fail. timeout_s: of each broadcast. `_pending`: those that have no outcome yet."""
 
     def __init__(self, membership: Membership, timeout_s: float) -> None:
         self.membership = membership
-        self.submitted = self.finished = 0
-        self.connected = False
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=min(timeout_s, LONGEST_S))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: set[_Job] = set()
         self._guard = threading.Lock()
@@ -206,25 +204,30 @@ class CollectiveGroup:
     def name(self) -> str:
         return self.membership.name
 
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
     def submit(self, values: DeviceValues | int, done: Done) -> None:
         """Send these values, or receive this number of bytes. `done` gets the tensor or the error, in the thread of the
         group or of `close`; in this one after `close`."""
         job = _Job(values, done)
         with self._guard:
-            if not self._closing.is_set():
-                self.submitted += 1
+            if not self.closed:
                 self._pending.add(job)
                 self._jobs.put(job)
                 return
-        done(self._closed_error())
+            error = self._error
+        assert error is not None, self.name
+        done(error)
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """End the group: its broadcasts fail at once. Does not wait. Idempotent."""
         with self._guard:
-            if self._closing.is_set():
+            if self.closed:
                 return
             self._closing.set()
-            self._error = error = self._error or self._closed_error()
+            self._error = error = self._error or ConnectionError(f"process group {self.name} was closed: {why}")
             group, pending = self._group, list(self._pending)
         for job in pending:
             self._finish(job, error)
@@ -242,16 +245,13 @@ class CollectiveGroup:
 
     def _end(self) -> None:
         """Called at the exit of Python."""
-        self.close()
+        self.close("Python exits")
         self.join(JOIN_S)
 
     def _start(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
-
-    def _closed_error(self) -> Exception:
-        return ConnectionError(f"process group {self.name} was closed")
 
     def _run(self) -> None:
         if self.membership.device.type != "cpu":
@@ -270,7 +270,6 @@ class CollectiveGroup:
             if job not in self._pending:
                 return
             self._pending.remove(job)
-            self.finished += 1
         job.done(outcome)
 
     def _outcome(self, values: DeviceValues | int) -> Outcome:
@@ -288,9 +287,9 @@ class CollectiveGroup:
             return
         group = make_group(self.membership, self._timeout, self._closing)
         with self._guard:
-            self._group, self.connected = group, True
-            if self._closing.is_set():
-                raise self._closed_error()
+            self._group = group
+            if self._error is not None:
+                raise self._error
 
     def _broadcast(self, values: DeviceValues | int) -> Tensor:
         """Take part in a broadcast, and block until it is done on the device."""
@@ -307,7 +306,10 @@ class CollectiveGroup:
         stream.wait_event(values.ready)
         with module.stream(stream):
             self._group.broadcast([values.flat], options).wait()
-        stream.synchronize()
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not stream.query():
+            if time.monotonic() > until or self._closing.wait(QUERY_S):
+                raise TimeoutError(f"a transfer to {device} was not done within {self._timeout}")
         return values.flat
 
     def _abort(self, group: Any) -> None:
@@ -354,7 +356,7 @@ def _connected_group(membership: Membership, timeout: timedelta, closing: thread
         options._timeout = connect
         return dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
     kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
-    with _failures_reported:
+    with _failures_reported():
         if kind is None:
             group = _plugin_group(name, store, membership, timeout)
         else:
@@ -413,33 +415,18 @@ def _plugin_group(name: str, store: Any, membership: Membership, timeout: timede
     return plugin.creator_fn(facts, None)
 
 
-class _FailuresReported:
-    """While groups are made in this context, the backends are set to report a failed operation, and not to end the
-    process. Several threads may be in it, because a backend may block for the other members. `_makers`: their number;
-    `_before`: the values of the variables at other times."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._makers = 0
-        self._before: dict[str, str | None] = {}
-
-    def __enter__(self) -> None:
-        with self._guard:
-            if not self._makers:
-                self._before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
-                os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
-            self._makers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._guard:
-            self._makers -= 1
-            if self._makers:
-                return
-            for name, value in self._before.items():
+@contextlib.contextmanager
+def _failures_reported() -> Iterator[None]:
+    """While a group is made in this context, the backends are set to report a failed operation, and not to end the
+    process."""
+    with _environment_guard:
+        before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
+        os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
                 if value is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-_failures_reported = _FailuresReported()

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dataplane.core.buffer_pool import BufferPool
-from workers.messages.options import CollectiveGroupOptions
 from workers.messages.shared_buffers import Mappings
-from workers.messages.wire import ObjectForm, PostMessage, TensorForm
+from workers.messages.wire import CollectiveGroupOptions, ObjectForm, PostMessage, TensorForm
 from workers.transport.pickling import Bytes, Unpacked, copy_into, copy_tensor, unpack
 
 EAGER_BYTES = 32 << 20
@@ -34,8 +33,7 @@ class Arrival:
     route: where its answers are sent; memory: its values, None before they are fetched and after they are taken; own:
     whether only this process has that memory; queued: no receive has taken the message yet; lost: set if its sender
     was lost before the values were fetched, and raised by the receive that takes the message; unpacked: its values,
-    if they came by collectives, or were copied out of memory for a receive whose handle was garbage-collected;
-    skeleton: of a message with an offer.
+    if they came by collectives; skeleton: of a message with an offer.
     """
 
     route: bytes
@@ -113,14 +111,13 @@ class Posting:
 
 
 class Delivery:
-    """A message and the receive that was matched with it. The first thread that needs the values copies them out, once.
-    The message is received once they are taken; until then it can be given back.
+    """A message and the receive that was matched with it. The first thread that needs the values copies them out, once,
+    and notifies the sender.
 
     Afterwards this refers to neither posting nor arrival, so received values are freed with their last reference, not
     by a garbage collection.
 
-    `_pending`: None once the message was taken or given back, or its values could not be copied; `_copied`: whether the
-    values are in the target or in `_values`, which is None for a tensor.
+    `_pending`: None once the values were copied out, or dropped; `_values`: those of an object, None for a tensor.
     """
 
     def __init__(self, posting: Posting, arrival: Arrival, pool: BufferPool, notify_sender: Callable[[], None]) -> None:
@@ -130,87 +127,54 @@ class Delivery:
         self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, notify_sender)
         self._pool = pool
         self._guard = threading.Lock()
-        self._copied = False
         self._values: Unpacked | None = None
 
-    def complete(self, posting: Posting, send_held: Callable[[], None]) -> None:
-        """Complete the receive, or fail it. Copy the values out first if they are small or no thread waits. send_held:
-        called if the receipt is reported only later, by `take`, so that the send need not wait for it. That is for a
-        tensor with `async_op`: until the caller has observed the end, the next receive may get the message."""
-        revocable = posting.eager and posting.target is not None
+    def complete(self, posting: Posting) -> None:
+        """Complete the receive, or fail it. Copy the values out first if they are small or no thread waits."""
         if posting.eager or self._nbytes <= EAGER_BYTES:
             try:
-                if posting.target is None or revocable:
-                    self.copy()  # of an object: also notifies its sender
-                else:
-                    self.take()
+                self.take()
             except Exception as error:
                 posting.fail(error)
                 return
-        if revocable:
-            send_held()
         posting.future.set_result(self)
 
-    def copy(self) -> None:
-        """Copy the values out, and notify the sender of an object. The sender of a tensor is notified by `take`, and
-        keeps the values until then: those in the target cannot be given back, as its owner may overwrite them."""
-        with self._guard:
-            self._copy()
-
     def take(self) -> Unpacked | None:
-        """Return the values for `recv` to load, or None for `recv_tensor`, whose target then has them. Notifies the
-        sender."""
+        """Return the values for `recv` to load, or None for `recv_tensor`, whose target then has them."""
         with self._guard:
-            self._copy()
             if self._pending is not None:
-                posting, arrival, notify_sender = self._pending
-                self._pending = None
-                # The sender of an object was notified by `_copy`.
-                if posting.target is not None:
-                    posting.target = arrival.memory = None
-                    notify_sender()
+                posting, arrival, _ = self._pending
+                try:
+                    self._values = self._copy(posting, arrival)
+                finally:  # after a failure nobody can receive them
+                    self._end()
             return self._values
 
-    def give_back(self) -> Arrival | None:
-        """Return the message with its values for another receive, or None if it was taken or could not be copied."""
+    def discard(self) -> None:
+        """Drop the values if they were not copied out: the receive has no caller."""
         with self._guard:
-            if self._pending is None:
-                return None
-            posting, arrival, _ = self._pending
-            posting.target = self._pending = self._values = None
-            return arrival
+            self._end()
 
-    def _copy(self) -> None:
-        """Copy the values out, once, and notify the sender of an object. Under `_guard`."""
-        if self._pending is None or self._copied:
-            return
-        posting, arrival, notify_sender = self._pending
-        try:
-            if posting.ready is not None:
-                posting.ready.synchronize()
-            if posting.target is None:
-                self._values = arrival.unpacked = self._unpack(posting, arrival)
-            elif arrival.unpacked is not None:
-                copy_tensor(posting.target, arrival.unpacked.tensors[0])
-            else:
-                copy_into(posting.target, arrival.post.layout, _memory(arrival))
-            self._copied = True
-        except BaseException:
-            self._pending = None
-            raise
-        finally:
-            # The values of a tensor stay in the arrival until `take`: until then `give_back` returns them. After a
-            # failure nobody can receive them.
-            if self._pending is None or posting.target is None:
-                arrival.memory = None
-                notify_sender()
+    def _end(self) -> None:
+        if self._pending is not None:
+            posting, arrival, notify_sender = self._pending
+            posting.target = self._pending = arrival.memory = None
+            notify_sender()
 
-    def _unpack(self, posting: Posting, arrival: Arrival) -> Unpacked:
-        """Return the values of an object, in memory of this process."""
+    def _copy(self, posting: Posting, arrival: Arrival) -> Unpacked | None:
+        """Write the values into the target, or return those of an object, in memory of this process."""
+        if posting.ready is not None:
+            posting.ready.synchronize()
+        if posting.target is None:
+            if arrival.unpacked is not None:
+                return arrival.unpacked
+            layout, memory = arrival.post.layout, _memory(arrival)
+            return unpack(layout, memory, self._pool, own=arrival.own, device=posting.device)
         if arrival.unpacked is not None:
-            return arrival.unpacked
-        layout, memory = arrival.post.layout, _memory(arrival)
-        return unpack(layout, memory, self._pool, own=arrival.own, device=posting.device)
+            copy_tensor(posting.target, arrival.unpacked.tensors[0])
+        else:
+            copy_into(posting.target, arrival.post.layout, _memory(arrival))
+        return None
 
 
 def _memory(arrival: Arrival) -> Bytes:

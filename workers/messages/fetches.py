@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.core.buffer_pool import BufferPool
+from workers.messages.collectives import CollectiveGroup
 from workers.messages.deliveries import Arrival, MessageId, Posting
 from workers.messages.relays import RELAY_S, Relays, Schedule
 from workers.messages.wire import Answer, Data, Pull, Relay, WantMessage, incarnations
@@ -34,7 +35,7 @@ class Fetch:
     and its bytes still arrive. staging: memory for all bytes; relay: the relay they are pulled from, None for the
     source; forwarded: other receivers may pull the bytes, so they must stay unchanged; requested_bytes,
     received_bytes: counts; requested: sizes of the chunks that were requested and have not arrived, by start; watch:
-    number of the latest timer that checks for progress."""
+    number of the latest timer that checks for progress; group: the process group by which the values come, if any."""
 
     posting: Posting | None
     arrival: Arrival
@@ -45,6 +46,7 @@ class Fetch:
     received_bytes: int = 0
     watch: int = 0
     requested: dict[int, int] = field(default_factory=dict)
+    group: CollectiveGroup | None = None
 
 
 class Fetches(dict[MessageId, Fetch]):

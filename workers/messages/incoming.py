@@ -28,12 +28,11 @@ from workers.errors import (
 from workers.messages import wire
 from workers.messages.deliveries import Arrival, Delivery, Key, Posting
 from workers.messages.fetches import Fetch, Fetches, Reply
-from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import Relays, Schedule
 from workers.messages.shared_buffers import Mappings
 from workers.messages.transfers import Groups, TransferReceiver
-from workers.messages.wire import Data, PostMessage, WantMessage
+from workers.messages.wire import CollectiveGroupOptions, Data, PostMessage, WantMessage
 
 _Q = TypeVar("_Q")
 _log = logging.getLogger(__name__)
@@ -44,12 +43,10 @@ class Incoming:
 
     worker: this end's name. reply: sends an answer along a route, in the I/O thread; ask_relay: sends a request to a
     relay, False if that fails; call, schedule: call a function in that thread, now or after some seconds; contact,
-    forget: return or delete the contact with a source in a stream; busy: whether this worker waits for any operation;
-    is_alive: whether a source is known to be alive, and watched; outdated: whether a message is from or for an earlier
-    incarnation. `_arrivals`, `_postings`: queued messages and waiting receives, by source and stream; `_unsettled`:
-    messages whose senders wait for a `Settled`; `_missed`: by key, the error that the next receive raises; `_fetches`:
-    messages whose values are being pulled; transfers: those by collectives; `_calls`: the numbers of this worker's
-    broadcast calls."""
+    forget: return or delete the contact with a source in a stream; is_alive: whether a source is known to be alive, and
+    watched. `_arrivals`, `_postings`: queued messages and waiting receives, by source and stream; `_missed`: by key,
+    the error that the next receive raises; `_fetches`: messages whose values are being pulled; transfers: those by
+    collectives; `_calls`: the numbers of this worker's broadcast calls."""
 
     def __init__(
         self,
@@ -65,9 +62,7 @@ class Incoming:
         call: Callable[[Callable[[], None]], None],
         contact: Callable[[str, bytes, CollectiveGroupOptions | None], Contact],
         forget: Callable[[str, bytes], None],
-        busy: Callable[[], bool],
         is_alive: Callable[[str], bool],
-        outdated: Callable[[PostMessage], bool],
     ) -> None:
         self._worker = worker
         self._mappings = mappings
@@ -77,12 +72,12 @@ class Incoming:
         self._call = call
         self._contact = contact
         self._forget = forget
-        self._busy = busy
         self._is_alive = is_alive
-        self._outdated = outdated
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
-        self.transfers = TransferReceiver(groups, reply, lambda id: self._fetches.get(id), self._finish_fetch)
+        self.transfers = TransferReceiver(
+            groups, reply, lambda id: self._fetches.get(id), self._finish_fetch, self.fail
+        )
         self._fetches = Fetches(
             pool,
             relays,
@@ -91,7 +86,6 @@ class Incoming:
             schedule=schedule,
             request_transfer=self.transfers.request,
         )
-        self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
         self._calls = BroadcastCalls(self._postings)
 
@@ -161,13 +155,6 @@ class Incoming:
         if key in self._calls and key not in self._postings:
             self._match(key)
 
-    def notify_unsettled(self) -> None:
-        """Send `Settled` to the senders that wait for it, because this worker has begun to wait for an operation."""
-        for arrival in self._unsettled:
-            if arrival.queued and arrival.key not in self._postings:  # no receive has taken it or is about to
-                self._reply(arrival.route, wire.Settled(stream=arrival.post.stream, number=arrival.post.number))
-        self._unsettled.clear()
-
     def expire(self, now: float) -> float:
         """Withdraw and fail the receives whose deadline passed. Return the next deadline, infinity if no receive waits.
         An exception at one receive does not affect the others."""
@@ -201,19 +188,12 @@ class Incoming:
         self._drop_abandoned_broadcasts(posting.key)
 
     def abandon(self, posting: Posting) -> None:
-        """Withdraw a receive whose handle was garbage-collected or whose wait failed. If a message was delivered to it
-        and not taken, the next receive gets that message."""
+        """Withdraw a receive whose handle was garbage-collected or whose wait failed. A message that was delivered to
+        it is gone with it."""
         if not posting.future.done():
             self.withdraw(posting)
-            return
-        if posting.future.exception() is not None:
-            return
-        arrival = posting.future.result().give_back()
-        if arrival is None or self._outdated(arrival.post):  # it was taken, or an end has a new incarnation
-            return
-        self._requeue_or_drop(arrival)
-        if self._is_alive(posting.source):  # otherwise a lookup precedes the match
-            self._match(posting.key)
+        elif posting.future.exception() is None:
+            posting.future.result().discard()
 
     def _requeue_or_drop(self, arrival: Arrival) -> None:
         """Requeue a message that its receive did not take. Drop that of a broadcast: its call is over."""
@@ -223,16 +203,11 @@ class Incoming:
             self._requeue(arrival)
 
     def _requeue(self, arrival: Arrival) -> None:
-        """Queue a message at its place among those of its sender. The sender is told not to wait for a receive."""
+        """Queue a message at its place among those of its sender, whose send does not wait for another receive."""
         queue = self._arrivals.setdefault(arrival.key, deque())
         bisect.insort(queue, arrival, key=lambda each: each.order)
         arrival.queued = True
-        self._send_held(arrival, busy=True)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether any receive waits."""
-        return bool(self._postings)
+        self._send_held(arrival)
 
     def waits_for(self, source: str) -> bool:
         """Whether a receive from that source waits."""
@@ -262,10 +237,7 @@ class Incoming:
             self._match(arrival.key)
             if not arrival.queued:
                 return
-        busy = self._busy()
-        self._send_held(arrival, busy)
-        if arrival.post.settling and not busy:  # its sender is to be told when this worker gets busy
-            self._unsettled.append(arrival)
+        self._send_held(arrival)
 
     def receive_chunk(self, chunk: Data, body: Any) -> None:
         """Store a chunk of a message that is being pulled. After the last one, deliver the message, or leave it queued
@@ -278,22 +250,20 @@ class Incoming:
         """Deliver a message that is complete now. It stays queued if no receive waits for it."""
         del self._fetches[fetch.arrival.id]
         if fetch.posting is None:
-            self._send_held(fetch.arrival, busy=True)
+            self._send_held(fetch.arrival)
         else:
             self._attempt(self._deliver, fetch.posting, fetch.arrival)
 
     def use_host_values(self, values: wire.HostValues) -> None:
         """Take the values of a message with an offer from host memory."""
         arrival = self._find_incomplete(values)
-        if arrival is None or arrival.post.offer is None:  # without an offer: told before
+        if arrival is None:
             return
-        fetch = self._fetches.get(arrival.id)
+        fetch = self._fetches[arrival.id]
         arrival.post = msgspec.structs.replace(arrival.post, slab=values.slab, offer=None)
-        arrival.memory, arrival.own = self._mappings.open(values.slab), False
-        if fetch is None:
-            if arrival.complete:
-                self._send_held(arrival, busy=True)
-        elif arrival.complete:
+        arrival.memory = self._mappings.open(values.slab)
+        arrival.own = False
+        if arrival.complete:
             self._finish_fetch(fetch)
         else:
             self._fetches.pull_instead(fetch)
@@ -331,6 +301,8 @@ class Incoming:
         fetch = self._fetches.get(arrival.id)
         if fetch is not None and fetch.posting is not None:
             fetch.posting.fail(error)
+        if fetch is not None and fetch.group is not None:
+            fetch.group.close(str(error))
         arrival.lost = error
         self._refuse(arrival, error)
 
@@ -392,7 +364,6 @@ class Incoming:
         self._postings.clear()
         self._fetches.clear()
         self._arrivals.clear()
-        self._unsettled.clear()
         self._calls.clear()
         self._relays.drop_all()
 
@@ -463,11 +434,11 @@ class Incoming:
         """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
         # Any thread may take the delivery, and answers are sent in this one.
         delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._send_received(arrival)))
-        delivery.complete(posting, lambda: self._send_held(arrival, busy=True))
+        delivery.complete(posting)
 
-    def _send_held(self, arrival: Arrival, busy: bool) -> None:
-        post, kept = arrival.post, arrival.complete
-        self._reply(arrival.route, wire.Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
+    def _send_held(self, arrival: Arrival) -> None:
+        post = arrival.post
+        self._reply(arrival.route, wire.Held(stream=post.stream, number=post.number, kept=arrival.complete))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
         self._stop_fetch(arrival)

@@ -112,8 +112,8 @@ class IoThread:
         self._expelled_error: Exception | None = None
         self._pool = BufferPool(KEEP_BYTES)
         self.host = resolve_host(host)
-        self.outgoing = OutgoingMessages(self.name, self._transmit, self._timers.schedule)
-        self._groups = Groups(self.host, road, lookup_s, schedule=self._timers.schedule, call=self.call)
+        self.outgoing = OutgoingMessages(self.name, self._transmit, self._released)
+        self._groups = Groups(self.host, road, lookup_s, call=self.call)
         self.transfers = TransferSource(self.name, self.outgoing, slabs, self._groups, self._tell)
         self.incoming = Incoming(
             self.name,
@@ -127,9 +127,7 @@ class IoThread:
             call=self.call,
             contact=self.outgoing.contact,
             forget=self.outgoing.forget,
-            busy=lambda: self.incoming.waiting or self.outgoing.waiting,
             is_alive=lambda name: self._peer(name).state is PeerState.ALIVE,
-            outdated=self._outdated,
         )
         self._context: zmq.Context[Socket] = zmq.Context()
         with contextlib.ExitStack() as undo:
@@ -175,7 +173,7 @@ class IoThread:
 
         def complete_or_keep() -> None:
             if self._ended is None:
-                self._settle_futures.append(future)  # `_run_once` completes it, at once if nothing is unsettled
+                self._settle_futures.append(future)  # `_run_once` completes it, at once if nothing is kept
             else:
                 future.set_result(None)
 
@@ -195,10 +193,8 @@ class IoThread:
         self._receive_requests()
         self._receive_answers()
         self._run_timers()
-        if self._settle_futures:
-            self.transfers.send_all_host()
-            if self.outgoing.settled:
-                self._complete_settled()
+        if self._settle_futures and self.outgoing.settled:
+            self._complete_settled()
 
     def _thread_ended(self, defect: BaseException | None) -> None:
         """Fail everything that is pending, and free the resources. defect: the error that ended the thread, or None."""
@@ -254,16 +250,13 @@ class IoThread:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _send_all(self, sendings: list[Sending]) -> None:
-        """Begin to send these messages. An exception at one fails all messages to and from its receiver. Senders that
-        wait for a receive of this worker are told that it now waits for these."""
+        """Begin to send these messages. An exception at one fails all messages to and from its receiver."""
         for sending in sendings:
             if self._ended is not None:
                 sending.fail(self._ended)
                 sending.snapshot.release()
                 continue
             self._attempt(partial(self._send, sending), sending.what, partial(self._fail_peer, sending.to))
-        if self._ended is None:
-            self.incoming.notify_unsettled()
 
     def _send(self, sending: Sending) -> None:
         """Queue a message. It is sent once the receiver's address is known."""
@@ -278,7 +271,6 @@ class IoThread:
             posting.fail(self._ended)
             return
         self._attempt(partial(self._post_receive, posting), posting.what, partial(self.incoming.give_up, posting))
-        self.incoming.notify_unsettled()
 
     def _post_receive(self, posting: Posting) -> None:
         """Match a receive with an arrived message, or let it wait and look its source up."""
@@ -382,7 +374,7 @@ class IoThread:
     def _disconnect(self, name: str, peer: Peer) -> None:
         """Close the connection to a peer. The next operation looks the peer up again."""
         peer.state = PeerState.UNKNOWN
-        self.transfers.end_with(name)
+        self._groups.end_with(name)
         self._links.cut(name)
 
     def _fail_peer(self, name: str, error: Exception) -> None:
@@ -397,6 +389,11 @@ class IoThread:
         """Send a message's header and inline bytes to a peer. Idle connections to others may be closed for that."""
         frames = (encode(post), snapshot.inline)
         self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
+
+    def _released(self, snapshot: ValueSnapshot) -> None:
+        """Begin the transfer of values that waited only for a receiver that no longer needs them."""
+        if snapshot.ready and self._ended is None:
+            self.call(partial(self.transfers.begin_if_all_ready, snapshot))
 
     def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
         """Answer along the route of a message. body: the bytes of a chunk."""
@@ -456,13 +453,11 @@ class IoThread:
                 if request.receiver == self.incarnation:  # otherwise the asker soon turns to the source
                     self.incoming.handle_want(route, request)
             case wire.Transfer() | wire.SharedValues():
-                self.incoming.transfers.begin(route, request)
+                self.incoming.transfers.begin(request)
             case wire.HostValues():
                 self.incoming.use_host_values(request)
             case wire.FailedMessage():
                 self.incoming.fail(request, error_of(request))
-            case wire.EndGroup():
-                self._groups.end(request.group)
 
     def _receive_answers(self) -> None:
         """Handle what peers send over the connections of this worker to them. Tell them which slabs are closed now. An
@@ -489,11 +484,11 @@ class IoThread:
                 self.incoming.receive_chunk(answer, frames[0].buffer)
             case wire.Ready():
                 self.transfers.handle_ready(name, answer)
-            case wire.WantHost():
-                self.transfers.handle_want_host(name, answer)
             case Absent():
                 self.incoming.handle_absent(answer)
             case _:
+                if isinstance(answer, wire.RefusedMessage):
+                    self.transfers.handle_refusal(name, answer)
                 self.outgoing.handle_answer(name, answer)
 
     def _outdated(self, post: PostMessage) -> bool:

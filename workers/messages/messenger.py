@@ -8,8 +8,8 @@ ZMQ, in chunks, once they have called `recv`. In a broadcast to many hosts the f
 values that it fetches (`workers.messages.relays`).
 
 Tensors on an accelerator are copied on it during the call, and travel by a process group of its backend once the
-receive has the message's header (`workers.messages.transfers`). Where that is not possible, they are copied to host
-memory and travel as above.
+receive has the message's header (`workers.messages.transfers`). A receiver without such an accelerator
+gets them through host memory, as above. Any other failure is an error at both ends.
 
 Why not process groups of torch.distributed for everything. With Gloo and NCCL a send waits for its receive, so two
 workers that both send first deadlock. A receive whose shape differs from the send gets wrong bytes, or aborts the
@@ -21,9 +21,7 @@ takes a fraction of Gloo's time (`benchmarks/probes/messages.py`).
 When `send` returns. It waits until the receiver's process has the message's header, not until `recv` is called there,
 so both workers of a pair may send first. If the message then meets a receive with another form, shape, dtype or
 options, it is dropped and both ends get an error. The sender gets it from `send`, or from the `wait` of its work, if
-that has not returned yet; otherwise from its next operation with that worker, and in its log. So that `send` itself
-reports most of these mistakes, it waits up to a second longer for the receive at the first contact of two workers and
-after a refusal, unless the receiver is known to wait for something else.
+that has not returned yet; otherwise from its next operation with that worker, and in its log.
 
 This file also checks tensors as arguments of `send_tensor` and `recv_tensor`, and the workers of a broadcast, as
 callers of `Worker.broadcast` specify them.
@@ -51,16 +49,15 @@ from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.address import WorkerAddress
 from workers.directory.server import this_host
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError, OpenFilesError
-from workers.messages.async_work import AsyncWork, TensorWork, all_of
+from workers.messages.async_work import AsyncWork, all_of
 from workers.messages.collectives import AUTO, Road
 from workers.messages.deliveries import Delivery, Posting
 from workers.messages.io_thread import IoThread
-from workers.messages.options import CollectiveGroupOptions, checked
 from workers.messages.outgoing import Sending
 from workers.messages.relays import RECEIVERS_FROM, Backlog, Tree
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.snapshots import Snapshots, ValueSnapshot, half_of_memory
-from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
+from workers.messages.wire import CollectiveGroupOptions, FaultForm, Form, ObjectForm, TensorForm, checked
 from workers.transport import pickling
 from workers.transport.pickling import Packed
 from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout, timeout_or
@@ -192,7 +189,7 @@ class Messenger:
     ) -> Any:
         """Return the next object that `src` sends with `send`, or a `WithPayload` if a payload is attached. Blocks
         until it arrives, unless `async_op`: then the work's result is the object. If the work is garbage-collected
-        before its result is taken, the next receive gets the object."""
+        before the object arrives, the next receive gets it."""
         self._check_arguments(options, timeout_s, src)
         what = f"{self._name}: recv from {src}"
         return self._receive(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, finish=_load_result)
@@ -221,8 +218,8 @@ class Messenger:
     ) -> AsyncWork[None] | None:
         """Write the next tensor that `src` sends with `send_tensor` into `tensor`, which has the same shape and
         dtype, on any device, with any strides for which its elements do not overlap. Blocks until it arrives, unless
-        `async_op`: then do not use `tensor` until the work is done. If the work is garbage-collected before its end
-        was observed, `tensor` is not written from then on, and the next receive gets the message."""
+        `async_op`: then do not use `tensor` until the work is done. If the work is garbage-collected before the
+        message arrives, `tensor` is not written, and the next receive gets the message."""
         self._check_arguments(options, timeout_s, src)
         form, what = form_of(tensor), f"{self._name}: recv_tensor from {src}"
         check_target(tensor)
@@ -444,10 +441,9 @@ class Messenger:
             deadline=now + timeout_or(self.timeout_s, timeout_s),
         )
         self._io_thread.submit_recv(posting)
-        work_class: type[AsyncWork[Any]] = AsyncWork if target is None else TensorWork
-        work = work_class(posting.future, what, finish)
+        work: AsyncWork[Any] = AsyncWork(posting.future, what, finish)
         if async_op:
-            # If the work is garbage-collected (not: at the exit of Python), the next receive gets the message.
+            # If the work is garbage-collected (not: at the exit of Python), the receive is withdrawn.
             weakref.finalize(work, self._io_thread.drop, posting).atexit = False
             return work
         try:

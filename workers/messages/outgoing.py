@@ -13,21 +13,17 @@ from dataclasses import dataclass, field
 from dataplane.errors import DataPlaneError, InternalError
 from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostError
-from workers.messages.options import CollectiveGroupOptions
-from workers.messages.relays import Schedule
+from workers.messages.collectives import CollectiveGroup
 from workers.messages.snapshots import ValueSnapshot
 from workers.messages.wire import (
+    CollectiveGroupOptions,
     ForSender,
     Held,
     MessageReceived,
     PostMessage,
     RefusedMessage,
-    Settled,
 )
 from workers.transport.encoding import error_of
-
-SETTLE_S = 1.0
-"""At first contact a sender waits this long for the receiver to take or refuse the announced message."""
 
 _log = logging.getLogger(__name__)
 _DEFAULT = CollectiveGroupOptions()
@@ -36,9 +32,8 @@ _DEFAULT = CollectiveGroupOptions()
 @dataclass(eq=False)
 class Sending:
     """A message to one receiver. begun, deadline: on the monotonic clock; future: of the send; number: of the message
-    in its stream to this receiver, -1 before `queue`; kept: the receiver no longer needs this worker's bytes; settling:
-    the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`; told: the receiver was told where to take the
-    values on a device from."""
+    in its stream to this receiver, -1 before `queue`; kept: the receiver no longer needs this worker's bytes; group:
+    the process group in which its values travel, if any."""
 
     to: str
     stream: bytes
@@ -50,8 +45,7 @@ class Sending:
     future: Future[None] = field(default_factory=Future)
     number: int = -1
     kept: bool = False
-    settling: bool = False
-    told: bool = False
+    group: CollectiveGroup | None = None
 
     def complete(self) -> None:
         if not self.future.done():
@@ -67,12 +61,10 @@ class Sending:
 
 @dataclass
 class Contact:
-    """The options of a pair of workers, or of two workers of a broadcast. proven: the other end agreed; waits: a
-    message to it waits `SETTLE_S` for its receive, because the last one was refused or there was none."""
+    """The options of a pair of workers, or of two workers of a broadcast. proven: the other end agreed."""
 
     options: CollectiveGroupOptions
     proven: bool = False
-    waits: bool = True
 
 
 Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
@@ -80,22 +72,21 @@ Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
 
 
 class OutgoingMessages:
-    """The messages that this worker sends. worker: this end's name. transmit, schedule: of the I/O thread.
+    """The messages that this worker sends. worker: this end's name. transmit: of the I/O thread; released:
+    called with the values of a message that its receiver no longer needs.
 
     contacts: by receiver and stream. `_queued`: the messages for `flush`, by receiver. `_sent`: those sent and neither
-    received nor refused, by receiver, then by stream and number. `_pending`: number of sends that have not ended.
-    `_numbers`: the next number by receiver and stream. `_late`: by receiver, the error of a message whose `send` had
-    returned.
+    received nor refused, by receiver, then by stream and number. `_numbers`: the next number by receiver and stream.
+    `_late`: by receiver, the error of a message whose `send` had returned.
     """
 
-    def __init__(self, worker: str, transmit: Transmit, schedule: Schedule) -> None:
+    def __init__(self, worker: str, transmit: Transmit, released: Callable[[ValueSnapshot], None]) -> None:
         self._worker = worker
+        self._released = released
         self._transmit = transmit
-        self._schedule = schedule
         self.contacts: dict[tuple[str, bytes], Contact] = {}
         self._queued: dict[str, deque[Sending]] = {}
         self._sent: dict[str, dict[tuple[bytes, int], Sending]] = {}
-        self._pending = 0
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._late: dict[str, Exception] = {}
 
@@ -112,8 +103,6 @@ class OutgoingMessages:
         are never sent use up a number too."""
         sending.number = self._next_number(sending.to, sending.stream)
         self._queued.setdefault(sending.to, deque()).append(sending)
-        self._pending += 1
-        sending.future.add_done_callback(self._no_longer_pending)
 
     def skip(self, peers: Sequence[WorkerAddress], stream: bytes) -> None:
         """Use up the number of a call that failed and that cannot be reported to the receivers."""
@@ -139,14 +128,13 @@ class OutgoingMessages:
                 if self._find_sent(peer, sending.stream, sending.number) is sending:
                     self._drop(sending)
                 else:
-                    sending.snapshot.release()
+                    self._release(sending)
                 sending.fail(InternalError(what=f"{sending.what}: {error!r}"))
 
     def _send(self, peer: str, sending: Sending, ours: int, theirs: int, endpoint: str) -> None:
         """Record the message as sent, give its receiver a place in the tree of relays (if there is one), and transmit
         it. ours, theirs, endpoint: see `flush`."""
         contact = self.contact(peer, sending.stream, sending.options)
-        sending.settling = contact.waits
         self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
         snapshot = sending.snapshot
         tree = snapshot.tree
@@ -161,7 +149,6 @@ class OutgoingMessages:
             options=contact.options,
             layout=snapshot.layout,
             slab=None if snapshot.slab is None else snapshot.slab.name,
-            settling=sending.settling,
             serial=snapshot.serial,
             relay=relay,
             passes_on=passes_on,
@@ -169,45 +156,29 @@ class OutgoingMessages:
         )
         self._transmit(peer, post, snapshot)
 
-    def handle_answer(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
-        """Handle an answer to a sent message. The send completes ("settles") when the message was received, or is
-        queued at its receiver and need not be waited for. At first contact, and after a refused message, the send waits
-        up to `SETTLE_S` for a refusal. A refusal fails it. Answers to messages already dropped are ignored."""
+    def handle_answer(self, peer: str, answer: Held | MessageReceived | RefusedMessage) -> None:
+        """Handle an answer to a sent message. The send completes when the message was received, or is queued at its
+        receiver. A refusal fails it. Answers to messages already dropped are ignored."""
         sending = self._find_sent(peer, answer.stream, answer.number)
         if sending is None:
             return
         match answer:
             case Held():
                 sending.kept = answer.kept
-                if answer.busy or not sending.settling:  # busy: the receive, and a refusal, may be far off
-                    self._settle(sending)
-                else:
-                    self._schedule(SETTLE_S, lambda: self._settle(sending))
-            case Settled():
-                self._settle(sending)
+                sending.complete()
             case MessageReceived():
                 contact = self.contact(peer, answer.stream, sending.options)
                 contact.proven = True
                 self._drop(sending)
-                self._settle(sending)
+                sending.complete()
             case RefusedMessage():
                 self._drop(sending)
                 self._fail_refused(sending, error_of(answer))
-
-    def _settle(self, sending: Sending) -> None:
-        """Complete the send. If it was still pending, later messages to this contact do not wait `SETTLE_S` for their
-        receive."""
-        contact = self.contacts.get((sending.to, sending.stream))
-        if contact is not None and not sending.future.done():
-            contact.waits = False
-        sending.complete()
 
     def _fail_refused(self, sending: Sending, error: DataPlaneError) -> None:
         """Fail a refused message. If its `send` has returned, keep the error for the next operation with that
         peer."""
         contact = self.contacts.get((sending.to, sending.stream))
-        if contact is not None:
-            contact.waits = True
         # The options were not agreed on, so the next message is the first contact again.
         if isinstance(error, GroupOptionsError) and contact is not None and not contact.proven:
             del self.contacts[sending.to, sending.stream]
@@ -241,7 +212,7 @@ class OutgoingMessages:
         overdue = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
         for sending in overdue:  # not sent yet: the lookup of the receiver has not ended
             self._queued[sending.to].remove(sending)
-            sending.snapshot.release()
+            self._release(sending)
             what = f"{sending.what} (no such worker is registered; check that its group was launched under this name)"
             sending.fail(MessageTimeoutError(what=what, waited_s=now - sending.begun))
         # Sent messages are kept after their send has failed: their receivers may still take them.
@@ -256,7 +227,7 @@ class OutgoingMessages:
         any_pending = False
         for sending in self._queued.pop(peer, []):
             any_pending |= sending.fail(error)
-            sending.snapshot.release()
+            self._release(sending)
         for sending in list(self._sent.get(peer, {}).values()):
             self._drop(sending, may_be_read=True)  # the peer's process may still run
             any_pending |= sending.fail(error)
@@ -279,11 +250,6 @@ class OutgoingMessages:
                 self._late[peer] = error
 
     @property
-    def waiting(self) -> bool:
-        """Whether any send is pending."""
-        return self._pending > 0
-
-    @property
     def settled(self) -> bool:
         """Whether no receiver needs this worker for the messages it sent."""
         return not any(self._queued.values()) and all(sending.kept for sending in self.sent())
@@ -297,13 +263,14 @@ class OutgoingMessages:
         for sent in self._sent.values():
             yield from sent.values()
 
-    def _no_longer_pending(self, _: Future[None]) -> None:
-        self._pending -= 1
-
     def _drop(self, sending: Sending, *, may_be_read: bool = False) -> None:
         """Remove a sent message and release its snapshot. may_be_read: see `ValueSnapshot.release`."""
         sent = self._sent[sending.to]
         del sent[sending.stream, sending.number]
         if not sent:
             del self._sent[sending.to]
+        self._release(sending, may_be_read=may_be_read)
+
+    def _release(self, sending: Sending, *, may_be_read: bool = False) -> None:
         sending.snapshot.release(may_be_read=may_be_read)
+        self._released(sending.snapshot)

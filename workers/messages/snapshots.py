@@ -6,9 +6,9 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import torch
 import zmq
 
 from workers.directory.address import WorkerAddress
@@ -30,11 +30,11 @@ class ValueSnapshot:
 
     inline: the frame of the inline bytes, made once for all receivers; slab: None if the bytes are inline, only on a
     device, and after the release; on_device: the tensors on their device, `inline` then has only the skeleton;
-    receivers: their number; serial: number of the values in this process; tree: the tree of relays, None if all
-    receivers pull from this worker; ready, want_host: the messages of receivers that are ready for a transfer (None
-    once it began), or wait for the slab, see `TransferSource`. free: called once all receivers released the bytes (at
-    once if there are none), with the slab and whether a receiver that was given up may still read it. `_references`:
-    receivers that have not released the bytes.
+    serial: number of the values in this process; tree: the tree of relays, None if all
+    receivers pull from this worker; ready: the messages and devices of receivers that wait for a transfer to begin;
+    on_host: gets the slab to which the values on a device are copied, see `TransferSource`. free: called once all
+    receivers released the bytes (at once if there are none), with the slab and whether a receiver that was given up may
+    still read it. pending: number of receivers that have not released the bytes.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class ValueSnapshot:
         self.on_device = on_device
         self.inline = zmq.Frame(inline, copy=True)
         self.tree: Tree | None = None
-        self.ready: list[Any] | None = []
-        self.want_host: list[Any] = []
-        self.receivers = receivers
-        self._references = receivers
+        self.ready: list[tuple[Any, Place | None]] = []
+        self.on_host: Future[OwnSlab] | None = None
+        self.pending = receivers
         self._free = free
         self._guard = threading.Lock()
         self._may_be_read = False
@@ -72,16 +71,16 @@ class ValueSnapshot:
     def add_slab(self, slab: OwnSlab) -> bool:
         """Keep a slab to which the bytes on the device were copied. False if all receivers have released them."""
         with self._guard:
-            if self._references:
+            if self.pending:
                 self.slab = slab
-            return bool(self._references)
+            return bool(self.pending)
 
     def release(self, *, may_be_read: bool = False) -> None:
         """Drop one receiver's reference. may_be_read: that receiver was given up and may still be reading."""
         with self._guard:
             self._may_be_read = self._may_be_read or may_be_read
-            self._references -= 1
-            if self._references:
+            self.pending -= 1
+            if self.pending:
                 return
             slab, self.slab = self.slab, None
             self.on_device = None
@@ -104,7 +103,9 @@ class Snapshots:
         size = packed.nbytes + MESSAGE_BYTES * (1 + len(receivers))
         self._backlog.admit(size, what)
         try:
-            slab, inline, on_device = None, b"", self._copy_on_device(packed, receivers)
+            slab = None
+            inline = b""
+            on_device = self._copy_on_device(packed, receivers)
             if on_device is not None:
                 inline = packed.skeleton
             elif packed.nbytes > INLINE_BYTES:
@@ -129,15 +130,12 @@ class Snapshots:
         return ValueSnapshot(form, packed, slab, inline, len(receivers), free_memory, on_device)
 
     def _copy_on_device(self, packed: Packed, receivers: Sequence[WorkerAddress]) -> DeviceValues | None:
-        """Return a copy of the tensors on their device. None if they travel through host memory, also if the device
-        has no memory for the copy."""
+        """Return a copy of the tensors on their device. None if they travel through host memory.
+        `torch.OutOfMemoryError`."""
         device = self._road.device_of(packed, receivers)
         if device is None or len(packed.skeleton) > INLINE_BYTES:
             return None
-        try:
-            return DeviceValues.copy_of(packed, device)
-        except torch.OutOfMemoryError:
-            return None
+        return DeviceValues.copy_of(packed, device)
 
 
 def half_of_memory() -> int:

@@ -4,7 +4,7 @@ A sender's messages go over its connection to the receiver's port; the answers r
 
     sender                                          receiver
     PostMessage + inline bytes  ----------------->  queued, or matched with a waiting receive
-    <-------------  Held                            queued; Settled follows if the sender waits for more
+    <-------------  Held                            queued
     <-------------  Pull                            a chunk of the values, if they are not in shared memory
     Data + bytes    ------------->
     <-------------  MessageReceived                 taken by a receive
@@ -25,15 +25,44 @@ other, as the workers of any Ray job do.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from dataplane.errors import DataPlaneError
-from workers.messages.options import CollectiveGroupOptions
 from workers.transport.encoding import carried, decoder
 from workers.transport.pickling import Layout
+
+
+@dataclass(frozen=True)
+class CollectiveGroupOptions:
+    """Settings of the process groups that carry tensors on an accelerator. They have no effect on other messages.
+
+    accel_cluster_size, accel_max_ctas, accel_min_ctas: cluster size (`cga_cluster_size`), maximum and minimum number of
+    blocks of `ProcessGroupNCCL.Options.config`; is_high_priority_stream: the same of `ProcessGroupNCCL.Options`. None
+    means the backend's default. A backend that does not have a setting ignores it. use_ring_broadcast: RLinf's choice
+    between two broadcast algorithms; here the backend chooses, so this has no effect. The options that two workers of a
+    pair or of a broadcast pass at first contact are compared; `GroupOptionsError` is raised if they differ. Later
+    options are ignored.
+
+    TypeError for a number that is not an integer and for a flag that is not a bool, ValueError for a negative number.
+    """
+
+    accel_cluster_size: int | None = None
+    accel_max_ctas: int | None = None
+    accel_min_ctas: int | None = None
+    is_high_priority_stream: bool = False
+    use_ring_broadcast: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # those whose default is a bool are flags, the others numbers
+            value = getattr(self, each.name)
+            plain = _flag(each.name, value) if isinstance(each.default, bool) else _count(each.name, value)
+            object.__setattr__(self, each.name, plain)  # plain assignment fails, because this class is frozen
 
 
 class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
@@ -79,10 +108,11 @@ class Slab(msgspec.Struct, frozen=True, array_like=True):
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """A device. device: its name in its process, such as "cpu"; uuid: the same in all processes for one device, empty
-    if it is not known and for the CPU."""
+    if it is not known and for the CPU; process: identifies the process, empty for the CPU."""
 
     device: str
     uuid: str
+    process: str = ""
 
 
 class Relay(msgspec.Struct, frozen=True, array_like=True):
@@ -99,9 +129,9 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     stream: empty between a pair, otherwise the name of the broadcast group; number: of this message from this sender
     in this stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
-    incarnation, because another process may have its port by now; settling: the sender waits for more than Held;
-    relay: the receiver to pull from, None for the sender; passes_on: others may pull from this receiver; offer: the
-    device from which the tensors may travel by its collectives.
+    incarnation, because another process may have its port by now; relay: the receiver to pull from, None for the
+    sender; passes_on: others may pull from this receiver; offer: the device from which the tensors may travel by its
+    collectives.
     """
 
     stream: bytes
@@ -113,7 +143,6 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     options: CollectiveGroupOptions
     layout: Layout
     slab: Slab | None
-    settling: bool
     serial: int
     relay: Relay | None
     passes_on: bool
@@ -134,20 +163,12 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The message is queued. kept: its bytes no longer depend on the sender; busy: the receiver waits for something
-    else. Sent again once kept becomes true, if the receive that pulled the bytes gave up."""
+    """The message is queued. kept: its bytes no longer depend on the sender. Sent again once kept becomes true, if the
+    receive that pulled the bytes gave up."""
 
     stream: bytes
     number: int
     kept: bool
-    busy: bool
-
-
-class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The receiver began to wait for another operation, so its answer may take long."""
-
-    stream: bytes
-    number: int
 
 
 class MessageReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -218,20 +239,12 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A receive took a message with an offer. place: the device on which it receives."""
+    """A receive took a message with an offer. place: the device on which it receives, None if it has no such device:
+    the values are sent through host memory."""
 
     stream: bytes
     number: int
-    place: Place
-
-
-class WantHost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Send the values of a message with an offer through host memory. group: the process group that failed, if any."""
-
-    stream: bytes
-    number: int
-    group: str
-    why: str
+    place: Place | None
 
 
 class Transfer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -304,20 +317,9 @@ class FailedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     facts: dict[str, Any]
 
 
-class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A process group failed: end it."""
-
-    source: str
-    incarnation: int
-    receiver: int
-    group: str
-
-
-Request = (
-    PostMessage | Data | ForgetMessage | WantMessage | Transfer | SharedValues | HostValues | FailedMessage | EndGroup
-)
-Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent | Ready | WantHost
-ForSender = Held | Settled | MessageReceived | RefusedMessage | Pull | Ready | WantHost
+Request = PostMessage | Data | ForgetMessage | WantMessage | Transfer | SharedValues | HostValues | FailedMessage
+Answer = Held | MessageReceived | RefusedMessage | Pull | Data | Absent | Ready
+ForSender = Held | MessageReceived | RefusedMessage | Pull | Ready
 """Messages about one that this worker sent."""
 ForReceiver = Absent | Data | FailedMessage | HostValues | SharedValues | Transfer
 """Messages about one that this worker receives."""
@@ -331,6 +333,32 @@ decode_answer: Callable[[Any], Answer] = decoder(Answer)
 def incarnations(message: PostMessage | Data | Transfer | SharedValues | HostValues | FailedMessage) -> tuple[int, int]:
     """Return the incarnations of the source and of the receiver."""
     return message.incarnation, message.receiver
+
+
+def checked(options: object) -> CollectiveGroupOptions | None:
+    """Return `options` if they are a `CollectiveGroupOptions` or None. TypeError for anything else."""
+    if options is None or isinstance(options, CollectiveGroupOptions):
+        return options
+    raise TypeError(f"options={options!r}: expected a CollectiveGroupOptions or None, got {type(options).__name__}")
+
+
+def _count(name: str, value: Any) -> int | None:
+    """Return an integer of any type as an int, and None as None. TypeError for other values and bools, ValueError for
+    negative integers."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: expected an int or None, got {type(value).__name__}")
+    count = operator.index(value)
+    if count < 0:
+        raise ValueError(f"{name}={count}: expected 0 or more, or None")
+    return count
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(f"{name}={value!r}: expected a bool, got {type(value).__name__}")
 
 
 def refused(post: PostMessage, error: DataPlaneError) -> RefusedMessage:

@@ -10,12 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from tests.children import START_S
+from tests.restarts import wait_until
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.directory.address import WorkerAddress
 from workers.groups.worker import COLLECTIVES_VARIABLE
-from workers.messages import Messenger, outgoing
+from workers.messages import AsyncWork, Messenger
 from workers.messages.collectives import Road
 from workers.messages.transfers import Groups
 from workers.messages.wire import WantMessage
@@ -30,12 +32,24 @@ def until_it_fails(operation: Callable[[], Any]) -> None:
         operation()
 
 
-@contextlib.contextmanager
-def settling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Meanwhile a send at first contact waits for its receive, however late that begins."""
-    with monkeypatch.context() as patient:
-        patient.setattr(outgoing, "SETTLE_S", WAIT_S)
-        yield
+def reported_to_sender(work: AsyncWork[None] | None, sender: Messenger, receiver: WorkerAddress) -> None:
+    """Raise the error of a message that was refused: from its work, or from a later operation with its receiver."""
+    assert work is not None
+    work.wait()
+    wait_until(lambda: sender._io_thread.outgoing._late, "the refusal is known")
+    sender.send("not sent", receiver)
+
+
+def fails_at_both_ends(a: Messenger, b: Messenger, error: type[Exception], match: str) -> None:
+    """Send a tensor from `a` to `b`, where it is to fail. The next message is received."""
+    sent = a.send(torch.arange(3 << 20), b.address, async_op=True)
+    with pytest.raises(error, match=match):
+        b.recv(a.address)
+    with pytest.raises(error, match=match):
+        reported_to_sender(sent, a, b.address)
+    wait_until(lambda: not a._backlog.waiting_bytes, "the values are dropped")
+    a.send("fine", b.address, async_op=True)
+    assert b.recv(a.address) == "fine"
 
 
 def address(rank: int, group: str = "g") -> WorkerAddress:
@@ -50,7 +64,7 @@ def want_of(source: str, **facts: Any) -> WantMessage:
 
 def no_groups() -> Groups:
     """Of a worker whose messages all travel through host memory."""
-    return Groups("127.0.0.1", Road("never", "g:1"), WAIT_S, schedule=lambda *_: None, call=lambda work: work())
+    return Groups("127.0.0.1", Road("never", "g:1"), WAIT_S, call=lambda work: work())
 
 
 class Here:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.restarts import wait_until
-from tests.workers.messages.messengers import Here, address, elsewhere, here, settling, until_it_fails
+from tests.workers.messages.messengers import Here, address, elsewhere, here, reported_to_sender, until_it_fails
 from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, NotSerializableError, SourceFailedError, WorkerLostError
 from workers.messages import CollectiveGroupOptions, Messenger, participants
@@ -129,12 +129,13 @@ def test_the_source_is_told_of_a_receiver_that_died(here: Here) -> None:
         assert other.wait() == "x"
 
 
-def test_options_of_a_broadcast_group(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_broadcast_group(here: Here) -> None:
     a, b = here.workers(2)
     names = [address(0), address(1)]
     waiting = b.broadcast(None, names, async_op=True)
-    with settling(monkeypatch), pytest.raises(GroupOptionsError, match="g:0 and g:1 exchange messages"):
-        a.broadcast(1, names, options=CollectiveGroupOptions(accel_min_ctas=1))
+    sent = a.broadcast(1, names, options=CollectiveGroupOptions(accel_min_ctas=1), async_op=True)
+    with pytest.raises(GroupOptionsError, match="g:0 and g:1 exchange messages"):
+        reported_to_sender(sent, a, b.address)
     with pytest.raises(GroupOptionsError, match="g:1 and g:0 exchange messages"):
         waiting.wait()
 

@@ -233,11 +233,9 @@ class Ends:
             ask_relay=lambda *_: False,
             schedule=lambda *_: None,
             call=lambda work: work(),
-            contact=OutgoingMessages("g:1", lambda *_: None, lambda *_: None).contact,
+            contact=OutgoingMessages("g:1", lambda *_: None, lambda _: None).contact,
             forget=lambda *_: None,
-            busy=lambda: True,
             is_alive=lambda _: True,
-            outdated=lambda _: False,
         )
         self.begin_anew()
 
@@ -247,7 +245,7 @@ class Ends:
         self.in_flight.clear()
         self.incarnation += 1
         self.outgoing = OutgoingMessages(
-            "g:0", lambda _, *post: self.in_flight.append((post[0], post[1])), lambda *_: None
+            "g:0", lambda _, *post: self.in_flight.append((post[0], post[1])), lambda _: None
         )  # type: ignore[arg-type, return-value]
         self.said = 0
         self.calls: list[tuple[int, Posting]] = []

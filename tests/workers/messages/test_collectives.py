@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -15,12 +17,18 @@ import torch
 import torch.distributed as dist
 
 from tests.restarts import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, elsewhere, until_it_fails
+from tests.workers.messages.messengers import WAIT_S, Here, address, elsewhere, fails_at_both_ends, until_it_fails
 from tests.workers.messages.test_messenger import Batch, _same
-from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, WorkerLostError
+from workers.errors import (
+    DeviceTransferError,
+    GroupOptionsError,
+    MessageMismatchError,
+    MessageTimeoutError,
+    WorkerLostError,
+)
 from workers.groups.worker import COLLECTIVES_VARIABLE
-from workers.messages import CollectiveGroupOptions, Messenger, collectives, transfers
-from workers.messages.collectives import CollectiveGroup, Membership, Road
+from workers.messages import CollectiveGroupOptions, Messenger, collectives
+from workers.messages.collectives import CollectiveGroup, Road
 from workers.messages.wire import Place
 
 pytestmark = pytest.mark.integration
@@ -33,6 +41,13 @@ BIG = 3 << 20
 @pytest.fixture
 def switched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     monkeypatch.setenv(COLLECTIVES_VARIABLE, "always")
+    submit = CollectiveGroup.submit
+
+    def counted(self: Any, values: Any, done: Any) -> None:
+        self.submitted = getattr(self, "submitted", 0) + 1
+        submit(self, values, done)
+
+    monkeypatch.setattr(CollectiveGroup, "submit", counted)
     workers = Here(True, collectives="always")
     yield workers
     workers.close()
@@ -43,11 +58,8 @@ def _groups(messenger: Messenger) -> list[CollectiveGroup]:
 
 
 def _sent_by_groups(messenger: Messenger) -> int:
-    return sum(group.submitted for group in _groups(messenger) if group.membership.rank == 0)
-
-
-def _host_only(messenger: Messenger) -> set[str]:
-    return messenger._io_thread._groups.road.host_only
+    groups: list[Any] = _groups(messenger)
+    return sum(group.submitted for group in groups if group.membership.rank == 0)
 
 
 # --- the choice of the road -----------------------------------------------------------------------------------------
@@ -231,25 +243,36 @@ def test_options_are_those_of_the_backend(has_settings: bool) -> None:
 # --- broadcast ------------------------------------------------------------------------------------------------------
 
 
-def test_the_receivers_of_a_broadcast_are_one_group(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
+def test_the_receivers_of_a_broadcast_are_one_group(switched: Here) -> None:
     workers = switched.workers(3)
     for number in range(3):
         works = [each.broadcast(torch.full((BIG,), number), NAMES, async_op=True) for each in workers]
         for work in works:
             assert torch.equal(work.wait(), torch.full((BIG,), number))
-    (group,) = _groups(workers[0])
-    assert (group.membership.size, group.submitted) == (3, 3)
+    groups: list[Any] = _groups(workers[0])
+    assert [(group.membership.size, group.submitted) for group in groups] == [(3, 3)]
 
 
-def test_a_receiver_that_does_not_call_delays_no_other(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "GATHER_S", 0.01)
-    a, b, c = switched.workers(3)
-    work = a.broadcast(torch.arange(BIG), NAMES, async_op=True)
-    assert torch.equal(b.broadcast(None, NAMES), torch.arange(BIG))
-    assert torch.equal(c.broadcast(None, NAMES), torch.arange(BIG))
-    work.wait()
-    assert sorted(group.membership.size for group in _groups(a)) == [2, 2]
+@pytest.mark.parametrize("way", ["closes", "gives up", "has no device"])
+def test_a_broadcast_begins_without_a_receiver_that_gets_nothing_by_it(switched: Here, way: str) -> None:
+    a, b = switched.workers(2)
+    c = switched.worker(C, collectives="never" if way == "has no device" else "always")
+    works = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in (b, a)]
+    if way == "closes":
+        c.close()
+    elif way == "gives up":
+        with pytest.raises(MessageTimeoutError):
+            c.broadcast(None, NAMES, timeout_s=0.01)
+    else:
+        assert torch.equal(c.broadcast(None, NAMES), torch.arange(BIG))
+    assert torch.equal(works[0].wait(), torch.arange(BIG))
+    if way == "closes":
+        with pytest.raises(WorkerLostError, match="g:2 is gone"):
+            works[1].wait()
+    else:
+        works[1].wait()
+    if way != "gives up":  # it may have been ready before
+        assert [group.membership.peers for group in _groups(a)] == [{"g:1"}]
 
 
 def test_receivers_that_give_up_do_not_stop_a_group(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,10 +293,13 @@ def test_receivers_that_give_up_do_not_stop_a_group(switched: Here, monkeypatch:
     assert torch.equal(b.recv(A), torch.arange(5))
 
 
-# --- host memory instead --------------------------------------------------------------------------------------------
+# --- no such device, and failures -----------------------------------------------------------------------------------
 
 
-def _through_host_memory(a: Messenger, b: Messenger) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_receiver_without_such_a_device(switched: Here, shared_memory: bool) -> None:
+    switched.shared_memory = shared_memory
+    a, b = switched.worker(A), switched.worker(B, collectives="never")
     for number in range(3):
         works = [a.send(torch.full((size,), number), B, async_op=True) for size in (10, BIG)]
         for size in (10, BIG):
@@ -284,78 +310,94 @@ def _through_host_memory(a: Messenger, b: Messenger) -> None:
     a.send_tensor(torch.ones(BIG), B)
     b.recv_tensor(target, A)
     assert target.sum() == BIG
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_receiver_without_such_a_device(switched: Here, shared_memory: bool) -> None:
-    switched.shared_memory = shared_memory
-    a, b = switched.worker(A), switched.worker(B, collectives="never")
-    _through_host_memory(a, b)
-    assert _host_only(a) == {"g:1"}
     assert not _groups(a)
 
 
+def _fail_once(monkeypatch: pytest.MonkeyPatch, part: str, failing_rank: int) -> None:
+    """Let the first call of one part of the way fail at the member of this rank."""
+    owner: Any = collectives if part == "make_group" else CollectiveGroup
+    real, failed = getattr(owner, part), threading.Event()
+
+    def fail(self: Any, *args: Any) -> Any:
+        membership = self if part == "make_group" else self.membership
+        if membership.rank == failing_rank and not failed.is_set():
+            failed.set()
+            raise RuntimeError("broken")
+        return real(self, *args)
+
+    monkeypatch.setattr(owner, part, fail)
+
+
+@pytest.mark.parametrize("part", ["make_group", "_broadcast"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_group_that_cannot_be_made(switched: Here, monkeypatch: pytest.MonkeyPatch, failing_rank: int) -> None:
-    real = collectives.make_group
-
-    def fail(membership: Membership, *args: Any) -> Any:
-        if membership.rank == failing_rank:
-            raise RuntimeError("no connection")
-        return real(membership, *args)
-
-    monkeypatch.setattr(collectives, "make_group", fail)
+def test_a_transfer_that_fails_is_an_error_at_both_ends(
+    switched: Here, monkeypatch: pytest.MonkeyPatch, part: str, failing_rank: int
+) -> None:
+    """The next message has a new group."""
     a, b = switched.workers(2)
-    _through_host_memory(a, b)
-    assert _host_only(a) == {"g:1"}
-    assert not _groups(a)
+    _fail_once(monkeypatch, part, failing_rank)
+    fails_at_both_ends(a, b, DeviceTransferError, "broken")
+    a.send(torch.arange(5), B, async_op=True)
+    assert torch.equal(b.recv(A), torch.arange(5))
+    assert [group.closed for group in _groups(a)] == [False]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
 def test_a_broadcast_whose_group_fails(switched: Here, monkeypatch: pytest.MonkeyPatch, failing_rank: int) -> None:
-    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
-    real = CollectiveGroup._broadcast
-
-    def fail(self: CollectiveGroup, values: Any) -> Any:
-        if self.membership.rank == failing_rank:
-            raise RuntimeError("broken")
-        return real(self, values)
-
-    monkeypatch.setattr(CollectiveGroup, "_broadcast", fail)
     workers = switched.workers(3)
-    for number in range(3):
-        works = [each.broadcast(torch.full((BIG,), number), NAMES, async_op=True) for each in workers]
-        for work in works:
-            assert torch.equal(work.wait(), torch.full((BIG,), number))
-    assert _host_only(workers[0]) == {"g:1", "g:2"}
+    _fail_once(monkeypatch, "make_group", failing_rank)
+    sent, *received = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in workers]
+    for work in received:
+        with pytest.raises(DeviceTransferError, match="broken"):
+            work.wait()
+    with contextlib.suppress(DeviceTransferError):  # otherwise the source's next call raises it
+        sent.wait()
+    wait_until(lambda: not workers[0]._backlog.waiting_bytes, "the refusals are known")
+    handled = threading.Event()
+    workers[0]._io_thread.call(handled.set)
+    assert handled.wait(WAIT_S)
+    workers[0]._io_thread.outgoing._late.clear()
+    works = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in workers]
+    for work in works:
+        assert torch.equal(work.wait(), torch.arange(BIG))
 
 
 def test_a_transfer_that_makes_no_progress_ends(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.worker(A, timeout_s=0.5), switched.worker(B)
+    go_on, real = threading.Event(), CollectiveGroup._broadcast
+
     def hang(self: CollectiveGroup, values: Any) -> Any:
-        threading.Event().wait(WAIT_S)
+        if self.membership.rank == 1:
+            go_on.wait(WAIT_S)
+        return real(self, values)
 
     monkeypatch.setattr(CollectiveGroup, "_broadcast", hang)
-    a, b = switched.worker(A, timeout_s=0.5), switched.worker(B)
-    work = a.send(torch.arange(5), B, async_op=True, timeout_s=WAIT_S)
-    assert torch.equal(b.recv(A), torch.arange(5))
-    work.wait()
+    a.send(torch.arange(BIG), B, async_op=True, timeout_s=WAIT_S)
+    with pytest.raises(DeviceTransferError, match="the tensors were not transferred"):
+        b.recv(A)
+    go_on.set()
 
 
 # --- the ends -------------------------------------------------------------------------------------------------------
 
 
-def _send_and_hang(messenger: Messenger, pipe: Any) -> None:
-    """Send two tensors, and hang in the group of the second, or of the first."""
-    hangs_at, asked = pipe.recv(), threading.Event()
-    real = CollectiveGroup._outcome
+def _hang_at(transfer: int) -> threading.Event:
+    """Let this process hang in the transfer of this number. The event says that it does."""
+    asked, numbers, real = threading.Event(), itertools.count(), CollectiveGroup._outcome
 
     def outcome(self: CollectiveGroup, values: Any) -> Any:
-        if self.finished == hangs_at:
+        if next(numbers) == transfer:
             asked.set()
             threading.Event().wait()
         return real(self, values)
 
     CollectiveGroup._outcome = outcome  # type: ignore[method-assign]
+    return asked
+
+
+def _send_and_hang(messenger: Messenger, pipe: Any) -> None:
+    """Send two tensors, and hang in the group of the second, or of the first."""
+    asked = _hang_at(pipe.recv())
     for _ in range(2):
         messenger.broadcast(torch.arange(BIG), NAMES, async_op=True)
     asked.wait(120)
@@ -375,9 +417,9 @@ def test_a_source_that_dies_in_a_transfer(switched: Here, monkeypatch: pytest.Mo
         for work in works[: 2 * hangs_at]:
             assert torch.equal(work.wait(), torch.arange(BIG))
         for work in works[2 * hangs_at :]:
-            with pytest.raises(WorkerLostError, match="g:0 is gone"):
+            with pytest.raises((WorkerLostError, DeviceTransferError), match="g:0"):
                 work.wait()
-    assert not _groups(b)
+    wait_until(lambda: not _groups(b), "the death is known")
     a = switched.worker(A)
     a.send(torch.arange(3), B)
     assert torch.equal(b.recv(A), torch.arange(3))
@@ -386,16 +428,7 @@ def test_a_source_that_dies_in_a_transfer(switched: Here, monkeypatch: pytest.Mo
 
 def _receive_and_hang(messenger: Messenger, pipe: Any) -> None:
     """Receive a tensor, and hang in the group of the next, or of the first."""
-    hangs_at, asked = pipe.recv(), threading.Event()
-    real = CollectiveGroup._outcome
-
-    def outcome(self: CollectiveGroup, values: Any) -> Any:
-        if self.finished == hangs_at:
-            asked.set()
-            threading.Event().wait()
-        return real(self, values)
-
-    CollectiveGroup._outcome = outcome  # type: ignore[method-assign]
+    asked = _hang_at(pipe.recv())
     works = [messenger.recv(A, async_op=True) for _ in range(2)]
     asked.wait(120)
     pipe.send("hangs")
@@ -418,6 +451,7 @@ def test_a_receiver_that_dies_in_a_transfer(switched: Here, hangs_at: int) -> No
             waiting.wait()
     wait_until(lambda: not a._backlog.waiting_bytes, "nothing is kept for it")
     assert not _groups(a)
+    a._io_thread.outgoing._late.clear()
     b = switched.worker(B)
     a.send(torch.arange(3), B)
     assert torch.equal(b.recv(A), torch.arange(3))
@@ -425,13 +459,7 @@ def test_a_receiver_that_dies_in_a_transfer(switched: Here, hangs_at: int) -> No
 
 
 def _receive_broadcast_and_hang(messenger: Messenger, pipe: Any) -> None:
-    asked = threading.Event()
-
-    def hang(self: CollectiveGroup, values: Any) -> Any:
-        asked.set()
-        threading.Event().wait()
-
-    CollectiveGroup._outcome = hang  # type: ignore[method-assign]
+    asked = _hang_at(0)
     work = messenger.broadcast(None, NAMES, async_op=True)
     asked.wait(120)
     pipe.send("hangs")
@@ -440,17 +468,19 @@ def _receive_broadcast_and_hang(messenger: Messenger, pipe: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_receiver_that_dies_in_a_broadcast(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
+def test_a_receiver_that_dies_in_a_broadcast(switched: Here) -> None:
+    """The broadcast fails at all receivers."""
     a, c = switched.worker(A), switched.worker(C)
     with elsewhere(switched.directory, B, _receive_broadcast_and_hang) as peer:
         sent = a.broadcast(torch.arange(BIG), NAMES, async_op=True)
         received = c.broadcast(None, NAMES, async_op=True)
         assert peer.hear() == "hangs"
         peer.kill()
-        assert torch.equal(received.wait(), torch.arange(BIG))
-        del sent
-    assert not _host_only(a)
+        with pytest.raises((DeviceTransferError, WorkerLostError), match="g:1"):
+            received.wait()
+        with pytest.raises((DeviceTransferError, WorkerLostError), match="g:1"):
+            sent.wait()
+    a._io_thread.outgoing._late.clear()
     a.send(torch.arange(3), C)
     assert torch.equal(c.recv(A), torch.arange(3))
     assert [group.membership.peers for group in _groups(a)] == [{"g:2"}]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.messages.messengers import WAIT_S, Here, address, switched
-from tests.workers.messages.test_collectives import _groups, _host_only, _through_host_memory
+from tests.workers.messages.messengers import Here, address, fails_at_both_ends, switched
+from tests.workers.messages.test_collectives import _groups
+from workers.errors import DeviceTransferError
 from workers.messages import collectives, transfers
 from workers.messages.collectives import DeviceValues
 from workers.messages.wire import Place, SharedMemory
@@ -56,7 +57,6 @@ def test_workers_on_one_device_copy_from_its_memory(switched: Here) -> None:
         a.recv_tensor(target, B)
         assert target.sum() == 7
     assert not _groups(a)
-    assert not _host_only(a)
 
 
 @pytest.mark.usefixtures("one_device")
@@ -67,15 +67,14 @@ def test_memory_of_a_device_that_cannot_be_shared(
     def fail(*_: Any) -> Any:
         raise RuntimeError("not supported")
 
-    monkeypatch.setattr(transfers, failing, fail)
     a, b = switched.workers(2)
-    _through_host_memory(a, b)
-    assert _host_only(a) == {"g:1"}
+    with monkeypatch.context() as without:
+        without.setattr(transfers, failing, fail)
+        fails_at_both_ends(a, b, DeviceTransferError, "not supported")
 
 
 @pytest.mark.usefixtures("one_device")
 def test_a_broadcast_to_the_source_s_device_and_another(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
     places = {"tq-messages-g:2": Place("cpu", "another")}
     usual = Place("cpu", "the only one")
     monkeypatch.setattr(transfers, "place_of", lambda _: places.get(threading.current_thread().name, usual))
@@ -88,3 +87,12 @@ def test_a_broadcast_to_the_source_s_device_and_another(switched: Here, monkeypa
             assert work is not None
             assert torch.equal(work.wait(), torch.arange(BIG))
     assert [group.membership.peers for group in _groups(a)] == [frozenset(["g:2"])]
+
+
+def test_workers_of_one_process_on_one_device_use_host_memory(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (transfers, collectives):
+        monkeypatch.setattr(module, "place_of", lambda _: Place("cpu", "the only one", "this process"))
+    a, b = switched.workers(2)
+    a.send(torch.arange(BIG), B)
+    assert torch.equal(b.recv(A), torch.arange(BIG))
+    assert not _groups(a)

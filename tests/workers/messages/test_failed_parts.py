@@ -13,9 +13,10 @@ import torch
 
 from dataplane.errors import InternalError
 from tests.restarts import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, settling, switched
+from tests.workers.messages.messengers import WAIT_S, Here, address, fails_at_both_ends, switched
 from tests.workers.messages.test_limits import _once
-from workers.messages import Messenger, transfers
+from workers.errors import DeviceTransferError
+from workers.messages import transfers
 from workers.messages.collectives import CollectiveGroup, _Job
 from workers.messages.incoming import Incoming
 from workers.messages.io_thread import IoThread
@@ -37,19 +38,6 @@ def far() -> Iterator[Here]:
     workers.close()
 
 
-def _fails_at_both_ends(a: Messenger, b: Messenger, monkeypatch: pytest.MonkeyPatch, match: str = "a defect") -> None:
-    with settling(monkeypatch):
-        sent = a.send(torch.arange(BIG), B, async_op=True)
-        assert sent is not None
-        with pytest.raises(InternalError, match=match):
-            b.recv(A)
-        with pytest.raises(InternalError, match=match):
-            sent.wait()
-    assert not a._backlog.waiting_bytes
-    a.send("fine", B, async_op=True)
-    assert b.recv(A) == "fine"
-
-
 @pytest.mark.parametrize(
     ("workers", "owner", "name"),
     [
@@ -64,19 +52,19 @@ def test_an_error_at_a_chunk_or_a_transfer(
 ) -> None:
     a, b = request.getfixturevalue(workers).workers(2)
     monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
-    _fails_at_both_ends(a, b, monkeypatch)
+    fails_at_both_ends(a, b, InternalError, "a defect")
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(TransferSource, "handle_want_host"), (TransferSource, "_send_host"), (Incoming, "use_host_values")],
+    [(TransferSource, "_send_host"), (Incoming, "use_host_values")],
 )
 def test_an_error_on_the_way_to_host_memory(
     switched: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     a, b = switched.worker(A), switched.worker(B, collectives="never")
     monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
-    _fails_at_both_ends(a, b, monkeypatch)
+    fails_at_both_ends(a, b, InternalError, "a defect")
 
 
 def test_no_host_memory_for_the_values(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,22 +75,13 @@ def test_no_host_memory_for_the_values(switched: Here, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as without:
         without.setattr(a._slabs, "take", no_memory)
-        with settling(monkeypatch):
-            sent = a.send(torch.arange(BIG), B, async_op=True)
-            assert sent is not None
-            with pytest.raises(InternalError, match="cannot copy 25,165,824 bytes to host memory: MemoryError"):
-                b.recv(A)
-            with pytest.raises(InternalError, match="cannot copy 25,165,824 bytes to host memory: MemoryError"):
-                sent.wait()
-    assert not a._backlog.waiting_bytes
-    a.send(torch.arange(BIG), B, async_op=True)
-    assert torch.equal(b.recv(A), torch.arange(BIG))
+        fails_at_both_ends(a, b, DeviceTransferError, "the copy of 25,165,824 bytes to host memory failed: MemoryError")
 
 
 def test_a_slab_whose_copy_fails_is_given_back(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = switched.worker(A), switched.worker(B, collectives="never")
     monkeypatch.setattr(transfers.DeviceValues, "copy_to", _once(transfers.DeviceValues.copy_to))
-    _fails_at_both_ends(a, b, monkeypatch)
+    fails_at_both_ends(a, b, DeviceTransferError, "a defect")
     assert len(a._slabs._idle) == a._slabs._open_count == 1
 
 
@@ -128,7 +107,7 @@ def test_no_thread_for_the_copy_to_host_memory(switched: Here, monkeypatch: pyte
     a, b = switched.worker(A), switched.worker(B, collectives="never")
     with monkeypatch.context() as without:
         without.setattr(transfers, "threading", SimpleNamespace(Thread=_no_thread))
-        _fails_at_both_ends(a, b, monkeypatch, match="can't start new thread")
+        fails_at_both_ends(a, b, InternalError, "can't start new thread")
 
 
 @pytest.mark.parametrize("failing", [A, B], ids=["sender", "receiver"])
@@ -141,18 +120,18 @@ def test_no_thread_for_a_process_group(switched: Here, monkeypatch: pytest.Monke
         return _no_thread() if is_sender == (failing == A) else real(self, *args)
 
     monkeypatch.setattr(CollectiveGroup, "_start", start)
-    for number in range(2):
-        a.send(torch.full((BIG,), number), B, async_op=True)
-        assert torch.equal(b.recv(A), torch.full((BIG,), number))
-    assert a._io_thread._groups.road.host_only == {"g:1"}
+    error = DeviceTransferError if failing == A else InternalError
+    fails_at_both_ends(a, b, error, "can't start new thread")
 
 
 def test_no_thread_for_the_process_group_of_a_broadcast(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = switched.workers(3)
     monkeypatch.setattr(CollectiveGroup, "_start", _no_thread)
-    works = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in workers]
+    works = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in workers[1:]]
+    workers[0].broadcast(torch.arange(BIG), NAMES, async_op=True)
     for work in works:
-        assert torch.equal(work.wait(), torch.arange(BIG))
+        with pytest.raises(DeviceTransferError, match="can't start new thread"):
+            work.wait()
 
 
 def test_a_group_closes_without_a_thread_to_abort_it(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +142,7 @@ def test_a_group_closes_without_a_thread_to_abort_it(switched: Here, monkeypatch
     (group,) = a._io_thread._groups._groups.values()
     outcomes: list[Any] = []
     group._pending.add(_Job(0, outcomes.append))
-    group.close()
+    group.close("a test")
     assert [type(each) for each in outcomes] == [ConnectionError]
 
 
@@ -174,7 +153,7 @@ def test_python_does_not_exit_while_a_group_is_aborted(switched: Here, monkeypat
     go_on = threading.Event()
     monkeypatch.setattr(CollectiveGroup, "_abort", lambda self, group: go_on.wait(WAIT_S))
     (group,) = a._io_thread._groups._groups.values()
-    group.close()
+    group.close("a test")
     group.join(0.2)
     assert [thread.is_alive() for thread in group._threads] == [True, True]
     go_on.set()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.messages.messengers import Here, address, here, one_connection, settling, until_it_fails
+from tests.workers.messages.messengers import Here, address, here, one_connection, reported_to_sender, until_it_fails
 from workers.directory.address import WorkerAddress
 from workers.errors import (
     GroupOptionsError,
@@ -27,47 +27,39 @@ BIG = 3 << 20
 
 
 def _mismatches() -> list[Any]:
-    return [
-        pytest.param(lambda a: a.send(torch.ones(3), B), lambda b: b.recv_tensor(torch.zeros(3), A), id="send"),
-        pytest.param(lambda a: a.send_tensor(torch.ones(3), B), lambda b: b.recv(A), id="recv"),
-        pytest.param(
-            lambda a: a.send_tensor(torch.ones(3), B), lambda b: b.recv_tensor(torch.zeros(3, 1), A), id="shape"
-        ),
-        pytest.param(
-            lambda a: a.send_tensor(torch.ones(3), B),
-            lambda b: b.recv_tensor(torch.zeros(3, dtype=torch.int32), A),
-            id="dtype",
-        ),
-        pytest.param(
-            lambda a: a.send_tensor(torch.ones(BIG), B), lambda b: b.recv_tensor(torch.zeros(BIG - 1), A), id="large"
-        ),
+    """How a tensor is sent, and the target of recv_tensor, or None for recv."""
+    cases: list[tuple[str, str, torch.Tensor, torch.Tensor | None]] = [
+        ("send", "send", torch.ones(3), torch.zeros(3)),
+        ("recv", "send_tensor", torch.ones(3), None),
+        ("shape", "send_tensor", torch.ones(3), torch.zeros(3, 1)),
+        ("dtype", "send_tensor", torch.ones(3), torch.zeros(3, dtype=torch.int32)),
+        ("large", "send_tensor", torch.ones(BIG), torch.zeros(BIG - 1)),
     ]
+    return [pytest.param(*case, id=name) for name, *case in cases]
 
 
-@pytest.mark.parametrize(("send", "recv"), _mismatches())
+@pytest.mark.parametrize(("send", "value", "target"), _mismatches())
 def test_ends_that_do_not_fit_both_raise_and_the_pair_stays_usable(
-    here: Here, send: Any, recv: Any, monkeypatch: pytest.MonkeyPatch
+    here: Here, send: str, value: torch.Tensor, target: torch.Tensor | None
 ) -> None:
     a, b = here.workers(2)
-    receiving = here.start(recv, b)
-    with settling(monkeypatch), pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
-        send(a)
+    receiving = here.start(b.recv, A) if target is None else here.start(b.recv_tensor, target, A)
+    with pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
+        reported_to_sender(getattr(a, send)(value, B, async_op=True), a, B)
     with pytest.raises(MessageMismatchError, match=r"g:0 sent .* but g:1 expected"):
         receiving.result(60)
     a.send("fine", B)
     assert b.recv(A) == "fine"
 
 
-def test_a_target_of_another_shape_is_not_touched(one_connection: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_of_another_shape_is_not_touched(one_connection: Here) -> None:
     a, b = one_connection.workers(2)
     target = torch.zeros(2, 3)
-    with settling(monkeypatch):
-        receiving = b.recv_tensor(target, A, async_op=True)
-        sending = a.send_tensor(torch.ones(3, 2), B, async_op=True)
-        for each in (receiving, sending):
-            assert each is not None
-            with pytest.raises(MessageMismatchError):
-                each.wait()
+    receiving = b.recv_tensor(target, A, async_op=True)
+    a.send_tensor(torch.ones(3, 2), B, async_op=True)
+    assert receiving is not None
+    with pytest.raises(MessageMismatchError):
+        receiving.wait()
     assert target.sum() == 0
 
 
@@ -89,12 +81,13 @@ def test_what_is_refused_after_send_returned_is_said_in_the_next_operation(
         got = b.recv(A)
 
 
-def test_the_options_of_both_ends_are_compared_at_first_contact(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_of_both_ends_are_compared_at_first_contact(here: Here) -> None:
     a, b = here.workers(2)
     receiving = here.start(b.recv, A, options=CollectiveGroupOptions(accel_max_ctas=4))
     theirs = r"g:0 and g:1 exchange messages with different options: g:0 with .*accel_max_ctas=2"
-    with settling(monkeypatch), pytest.raises(GroupOptionsError, match=theirs):
-        a.send(1, B, options=CollectiveGroupOptions(accel_max_ctas=2))
+    sent = a.send(1, B, options=CollectiveGroupOptions(accel_max_ctas=2), async_op=True)
+    with pytest.raises(GroupOptionsError, match=theirs):
+        reported_to_sender(sent, a, B)
     with pytest.raises(
         GroupOptionsError, match=r"g:1 and g:0 exchange messages with different options: g:1 with .*accel_max_ctas=4"
     ):

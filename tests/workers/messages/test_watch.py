@@ -3,22 +3,19 @@ pulled from another receiver, for others or for one that gave up."""
 
 from __future__ import annotations
 
-import pickle
 import time
 from typing import Any
 
-import msgspec
 import pytest
 
 from dataplane.core.buffer_pool import BufferPool
 from tests.workers.messages.messengers import no_groups, want_of
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
-from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import RELAY_S, Backlog, Relays
 from workers.messages.shared_buffers import Mappings
-from workers.messages.wire import ObjectForm, PostMessage, Pull, Relay, Slab, WantMessage
+from workers.messages.wire import CollectiveGroupOptions, ObjectForm, PostMessage, Pull, Relay, Slab, WantMessage
 from workers.transport.pickling import Layout
 
 NBYTES = 1000
@@ -34,7 +31,6 @@ POST = PostMessage(
     options=OPTIONS,
     layout=Layout((), 0, NBYTES),
     slab=Slab("elsewhere", 1, 3, 1, NBYTES),
-    settling=False,
     serial=1,
     relay=RELAY,
     passes_on=True,
@@ -61,9 +57,7 @@ class Engine:
             call=lambda work: work(),
             contact=lambda *_: Contact(OPTIONS),
             forget=lambda *_: None,
-            busy=lambda: False,
             is_alive=lambda _: True,
-            outdated=lambda _: False,
         )
 
     def _reply(self, route: bytes, answer: Any, body: Any = None) -> None:
@@ -118,30 +112,3 @@ def test_one_that_has_less_time_turns_to_the_source_in_time(engine: Engine) -> N
     assert at_s <= RELAY_S / 8
     look()
     assert engine.turned
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_receives_that_are_given_up_lose_no_message_and_leave_the_order(engine: Engine, order: tuple[int, int]) -> None:
-    """Messages between a pair; those of a broadcast group are for one call each."""
-    for number in range(3):
-        body = pickle.dumps(number)
-        here = {
-            "stream": b"",
-            "number": number,
-            "layout": Layout((), 0, len(body)),
-            "slab": None,
-            "relay": None,
-            "passes_on": False,
-        }
-        engine.incoming.arrive(b"route", msgspec.structs.replace(POST, **here), body)
-    dropped = [_receive(RELAY_S, b"") for _ in order]
-    for receive in dropped:
-        assert not engine.incoming.post(receive, is_alive=True)
-    for place in order:
-        engine.incoming.abandon(dropped[place])
-    received = []
-    for _ in range(3):
-        receive = _receive(RELAY_S, b"")
-        assert not engine.incoming.post(receive, is_alive=True), "its message is there"
-        received.append(receive.future.result().take().load())
-    assert received == [0, 1, 2]
