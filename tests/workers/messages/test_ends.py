@@ -210,8 +210,8 @@ def test_closing_wakes_who_waits_and_refuses_the_rest(here: Here) -> None:
 
 
 @pytest.mark.parametrize("size", [10, BIG])
-def test_what_was_sent_outlives_its_sender(one_connection: Here, size: int) -> None:
-    a, b = one_connection.workers(2)
+def test_what_was_sent_outlives_its_sender(shared_memory: Here, size: int) -> None:
+    a, b = shared_memory.workers(2)
     for _ in range(3):
         a.send(torch.ones(size), B, async_op=True)
     a.close()
