@@ -26,7 +26,7 @@ from tests.faults import board as places
 from tests.faults.acting import Actor, begin
 from tests.faults.board import LANES, board
 from workers.channels import Channel, ChannelLostError
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 from workers.channels.connection import UNCONFIRMED
 from workers.channels.errors import ChannelTimeoutError
 from workers.directory import Directory, DirectoryClient
@@ -141,14 +141,14 @@ def direct(actor: Actor, shared: memoryview, host: str) -> None:
 
 def hold(actor: Actor, shared: memoryview, directory: str, rank: int, host: str) -> None:
     """The broker of a node, which tells how many bytes of its memory are in use, and how many items it has."""
-    broker = HostedBroker(directory, rank, host=host, capacity_bytes=CAPACITY_BYTES)
+    broker = ChannelBroker.of_node(directory, rank, host=host, capacity_bytes=CAPACITY_BYTES)
     actor.note("broker", Endpoint.parse(broker.endpoint).address)
     for _ in _orders(shared):
-        channels = list(broker._broker._state._channels.values())
+        channels = list(broker._state._channels.values())
         queues = [queue for channel in channels for queue in list(channel.queues.values())]
         collected = sum(len(get.taken) for queue in queues for get in list(queue.gets))
         shared[places.ITEMS] = sum(len(queue.items) + queue.leased for queue in queues) + collected
-        shared[places.BYTES] = broker._broker._memory.used_bytes
+        shared[places.BYTES] = broker._memory.used_bytes
     broker.close()
 
 

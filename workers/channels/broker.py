@@ -3,7 +3,7 @@
 Clients on the broker's host map its memory and read and write items there, so only a few bytes of each item pass
 through the thread. Other clients send and receive items over TCP, directly into and out of that memory. Each
 connection is one client. When a connection ends, its waits end, and the next getter receives its unacknowledged
-items. `HostedBroker` is a broker that is registered in the job's directory under the name of its node.
+items. The broker of a node is registered in the job's directory under the name of its node.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ import os
 import secrets
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import ArenaSpaceError
+from dataplane.ledger.state.free_space import FreeSpace
+from dataplane.storage.arena import HEADER_BYTES, Arena, default_capacity
 from workers.channels import wire
 from workers.channels.discovery import broker_name
-from workers.channels.memory import DIRECTORY, ChannelMemory
 from workers.channels.queues import Broker, Effects
 from workers.channels.wire import NOWHERE
 from workers.directory import DirectoryClient
@@ -28,6 +33,8 @@ from workers.transport.stream_server import Connection, Payload, Service, Stream
 log = logging.getLogger(__name__)
 
 STOP_WAIT_S = 10.0
+DIRECTORY = "/dev/shm"
+GROW_BYTES = 32 << 20
 
 
 class ChannelBroker:
@@ -38,7 +45,8 @@ class ChannelBroker:
     OSError if the host cannot be bound, ArenaSpaceError if the memory is not available, `OpenFilesError`.
 
     `_is_local`: for each client that has sent a valid token, whether it maps the memory; `_owner`: the process that
-    made the broker; `_state`: the queues, which only the thread uses.
+    made the broker; `_state`: the queues, which only the thread uses; `_directory`: the client that keeps the broker's
+    name, None without a name.
     """
 
     def __init__(
@@ -55,25 +63,48 @@ class ChannelBroker:
             undo.pop_all()
         self.endpoint = str(self._server.endpoint)
         self._state = Broker(self._memory)
+        self._directory: DirectoryClient | None = None
+        self._closing = False
         self._server.thread.start()
+
+    @classmethod
+    def of_node(
+        cls, directory_address: str, node_rank: int, *, host: str = "127.0.0.1", capacity_bytes: int | None = None
+    ) -> ChannelBroker:
+        """Return the broker of a node, registered in the directory; it takes over the name from its dead predecessor.
+        If the directory declares this process lost, for example because it was paused, its client registers it again.
+        Raises the errors of the constructor, and `DirectoryLostError`."""
+        broker = cls(host=host, capacity_bytes=capacity_bytes)
+        try:
+            broker._directory = DirectoryClient(directory_address)
+            # returns=True: if this process dies, its successor registers the name again, and lookups wait for that.
+            broker._directory.register_channel(broker_name(node_rank), (broker.endpoint,), {}, returns=True)
+        except BaseException:
+            broker.close()
+            raise
+        return broker
 
     @property
     def alive(self) -> bool:
         """Whether the broker serves. If its thread fails, the log has the error and all connections end."""
         return self._server.thread.alive
 
-    def wait(self) -> None:
-        """Block until the broker was closed or its thread failed."""
+    def wait(self) -> bool:
+        """Block until the broker stops. Return whether it was closed; if not, its log has the error."""
         self._server.thread.join()
+        return self._closing
 
     def close(self) -> None:
         """End all connections and free the memory. The items of the channels are lost. Idempotent. Does nothing in a
         forked child. RuntimeError if the thread does not stop within `STOP_WAIT_S`."""
         if os.getpid() != self._owner:
             return
+        self._closing = True  # first: `wait` reads it once the thread has ended
         self._server.thread.close(STOP_WAIT_S)
         if self.alive:
             raise RuntimeError(f"channel broker did not stop within {STOP_WAIT_S:.0f} s")
+        if self._directory is not None:
+            self._directory.close()
 
     def __enter__(self) -> ChannelBroker:
         return self
@@ -165,49 +196,65 @@ class ChannelBroker:
         self._server.send(client, [wire.encode(answer, payload_bytes=sum(map(len, payload))), *payload])
 
 
-class HostedBroker:
-    """Serves from construction to `close`. The broker of a node takes over the name from its dead predecessor. If the
-    directory declares this process lost, for example because it was paused, its client registers it again.
+class ChannelMemory:
+    """An arena without a name in any file system, so that a crash leaves no file behind. Its memory is backed when
+    first needed and shared through the descriptor `fd`: a process that has `fd` maps `nbytes` and finds space r at
+    `HEADER_BYTES` + r. For one thread at a time.
 
-    host, capacity_bytes: see `ChannelBroker`. Raises the errors of `ChannelBroker`, and `DirectoryLostError`.
+    capacity_bytes: by default a share of the space of `directory`. ArenaSpaceError if it is not available.
     """
 
-    def __init__(
-        self, directory_address: str, node_rank: int, *, host: str = "127.0.0.1", capacity_bytes: int | None = None
-    ) -> None:
-        self._address = directory_address
-        self._name = broker_name(node_rank)
-        self._closing = False
-        self._broker = ChannelBroker(host=host, capacity_bytes=capacity_bytes)
+    def __init__(self, capacity_bytes: int | None = None, *, directory: str | Path = DIRECTORY) -> None:
+        self._arena = Arena.create(directory, capacity_bytes or default_capacity(directory), epoch=1)  # its only epoch
         try:
-            self._directory = self._register()
-        except BaseException:
-            self._broker.close()
+            self.fd = os.open(self._arena.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            self._arena.close(unlink=False)  # `finally` removes the name
             raise
+        finally:
+            self._arena.path.unlink()
+        self._space = FreeSpace(self._arena.capacity_bytes)
+        self.nbytes = HEADER_BYTES + self._arena.capacity_bytes
 
     @property
-    def endpoint(self) -> str:
-        """The endpoint of the broker."""
-        return self._broker.endpoint
+    def capacity_bytes(self) -> int:
+        return self._space.capacity_bytes
 
-    def wait(self) -> bool:
-        """Block until the broker stops. Return whether it was closed; if not, its log has the error."""
-        self._broker.wait()
-        return self._closing
+    @property
+    def used_bytes(self) -> int:
+        return self._space.backed_bytes - self._space.free_bytes
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The usable area. Access only reserved spaces of it."""
+        return self._arena.data
+
+    def take(self, nbytes: int) -> int | None:
+        """Reserve space for `nbytes`, and back more of the arena if needed. None if there is no space now. Blocks while
+        the kernel clears new pages."""
+        space = self._space.take(nbytes)
+        if space is None and self._grow(nbytes):
+            space = self._space.take(nbytes)
+        return space
+
+    def give(self, space: int, nbytes: int) -> None:
+        """Release a reserved space. The memory behind it stays with the arena, for later messages."""
+        self._space.give(space, nbytes)
+
+    def _grow(self, nbytes: int) -> bool:
+        """Back more of the arena with memory, for a space of `nbytes`. Return whether the backed part grew."""
+        backed = self._space.backed_bytes
+        start = self._space.highest_used_bytes  # the end of the last used space; all memory after it is free
+        try:
+            self._arena.grow(max(start + nbytes, backed + GROW_BYTES))
+        except ArenaSpaceError as error:
+            log.warning("Channel memory cannot grow beyond %d bytes: %s", backed, error)
+        self._space.back(self._arena.backed_bytes)
+        return self._space.backed_bytes > backed
 
     def close(self) -> None:
-        """Close the broker. The items of its channels are lost. Idempotent."""
-        self._closing = True  # first: `wait` reads it once the broker has ended
-        self._broker.close()
-        self._directory.close()
-
-    def _register(self) -> DirectoryClient:
-        """Register the broker. Return the client, which keeps the entry alive."""
-        directory = DirectoryClient(self._address)
-        try:
-            # returns=True: if this process dies, its successor registers the name again, and lookups wait for that.
-            directory.register_channel(self._name, (self._broker.endpoint,), {}, returns=True)
-        except BaseException:
-            directory.close()
-            raise
-        return directory
+        """Unmap and close the memory. Other processes keep it until they unmap it. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._arena.close()

@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 
 START_S = 120.0
 
@@ -22,7 +22,7 @@ class BrokerActor:
 
     def __init__(self, directory_address: str, node_rank: int, capacity_bytes: int | None = None) -> None:
         host = ray.util.get_node_ip_address()
-        self._broker = HostedBroker(directory_address, node_rank, host=host, capacity_bytes=capacity_bytes)
+        self._broker = ChannelBroker.of_node(directory_address, node_rank, host=host, capacity_bytes=capacity_bytes)
         threading.Thread(target=self._exit_after_failure, name="tq-broker-end", daemon=True).start()
 
     def endpoint(self) -> str:

@@ -316,7 +316,7 @@ class Channel:
         timeout_s: Timeout = DEFAULT_TIMEOUT,
     ) -> Any:
         """Return a list of items from the front of the queue. The batch is complete when the items weigh
-        `target_weight` or more (a sum of doubles, rounded once), or when the next item would exceed it. A heavier
+        `target_weight` or more (a sum of doubles), or when the next item would exceed it. A heavier
         single item is therefore returned alone. Batches are collected one after another, each completely. A closed
         channel returns the remaining items."""
         target = as_weight("target_weight", target_weight)

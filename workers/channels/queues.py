@@ -14,7 +14,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Protocol
 
 from workers.channels import wire
@@ -59,7 +58,7 @@ class OpenPut:
 @dataclass(slots=True, eq=False)
 class OpenGet:
     """A waiting get. target: the weight of its batch, None for one item; taken: the collected items of the batch;
-    weight: the rounded sum of their weights; rounded_off: what the rounding removed from this sum."""
+    weight: the sum of their weights."""
 
     client: Client
     number: int
@@ -67,17 +66,6 @@ class OpenGet:
     target: float | None
     taken: list[Stored] = field(default_factory=list)
     weight: float = 0.0
-    rounded_off: float = 0.0
-
-    def weight_with(self, more: float) -> tuple[float, float]:
-        """Return `weight` and `rounded_off` after an item of weight `more`. The sum of both is that of all weights,
-        rounded once (Neumaier's summation)."""
-        total = self.weight + more
-        if total == inf:  # the sum has overflowed
-            return total, 0.0
-        # What `total` lost by rounding is exact if it is computed from the larger summand.
-        larger, smaller = (self.weight, more) if self.weight >= more else (more, self.weight)
-        return total, self.rounded_off + (smaller - (total - larger))
 
 
 @dataclass(slots=True, eq=False)
@@ -356,12 +344,12 @@ class Broker:
                 get.taken.append(items.popleft())
             return bool(get.taken)
         while items:
-            weight, rounded_off = get.weight_with(items[0].weight)
-            if get.taken and weight + rounded_off > get.target:  # a heavier first item is taken alone
+            weight = get.weight + items[0].weight
+            if get.taken and weight > get.target:  # a heavier first item is taken alone
                 return True
             get.taken.append(items.popleft())
-            get.weight, get.rounded_off = weight, rounded_off
-            if weight + rounded_off >= get.target:
+            get.weight = weight
+            if weight >= get.target:
                 return True
         return False
 

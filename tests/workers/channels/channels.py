@@ -15,7 +15,7 @@ import torch
 from tests.workers.channels.peer import Peer
 from workers.channels import Channel, ChannelBroker, background, connection, connection_pool
 from workers.channels import broker as broker_module
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 from workers.channels.discovery import ChannelSettings
 from workers.directory import DirectoryClient
 from workers.messages.async_work import AsyncWork
@@ -38,12 +38,12 @@ def elsewhere(endpoint: str) -> str:
 
 
 @contextlib.contextmanager
-def hosted(directory: DirectoryClient, ranks: Iterable[int]) -> Iterator[list[HostedBroker]]:
+def hosted(directory: DirectoryClient, ranks: Iterable[int]) -> Iterator[list[ChannelBroker]]:
     """A broker on each of these nodes."""
     with contextlib.ExitStack() as stack:
         brokers = []
         for rank in ranks:
-            brokers.append(HostedBroker(directory.address, rank, capacity_bytes=CAPACITY))
+            brokers.append(ChannelBroker.of_node(directory.address, rank, capacity_bytes=CAPACITY))
             stack.callback(brokers[-1].close)
         yield brokers
 

@@ -14,7 +14,7 @@ from tests.workers.channels.channels import CAPACITY, hosted
 from tests.workers.channels.peer import Peer, kept
 from workers.channels import Channel, connection
 from workers.channels import channel as channel_module
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 from workers.channels.discovery import broker_name
 from workers.channels.errors import ChannelLostError, ChannelSettingsError, EndOfChannelError
 from workers.directory import Directory, DirectoryClient, Kind
@@ -45,7 +45,7 @@ def others(directory: DirectoryClient) -> Iterator[None]:
 
 
 def _host(directory: str) -> str:
-    broker = kept()["broker"] = HostedBroker(directory, AWAY, capacity_bytes=CAPACITY)
+    broker = kept()["broker"] = ChannelBroker.of_node(directory, AWAY, capacity_bytes=CAPACITY)
     return broker.endpoint
 
 
@@ -117,7 +117,7 @@ def test_it_is_made_of_the_others_and_stays_what_its_name_means(
     made.put("early", key="k")
     back = None
     if go_away is _kill:
-        back = HostedBroker(directory.address, AWAY, capacity_bytes=CAPACITY)
+        back = ChannelBroker.of_node(directory.address, AWAY, capacity_bytes=CAPACITY)
     else:
         away.go_on()
     wait_until(lambda: broker_name(AWAY) in _brokers(directory), "the directory has the broker again")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dataplane.errors import ArenaSpaceError
-from workers.channels import memory as module
-from workers.channels.memory import ChannelMemory
+from workers.channels import broker as module
+from workers.channels.broker import ChannelMemory
 
 MIB = 1 << 20
 

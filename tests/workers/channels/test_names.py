@@ -27,7 +27,7 @@ from workers.channels import (
     EndOfChannelError,
 )
 from workers.channels import channel as channel_module
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 from workers.channels.discovery import broker_name
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
 from workers.directory import server as directory_server
@@ -126,7 +126,7 @@ def test_a_name_whose_broker_died_can_be_taken(directory: DirectoryClient, nodes
 
 
 def _host(directory: str) -> str:
-    kept()["broker"] = HostedBroker(directory, 0, capacity_bytes=CAPACITY)
+    kept()["broker"] = ChannelBroker.of_node(directory, 0, capacity_bytes=CAPACITY)
     return str(kept()["broker"].endpoint)
 
 
@@ -202,7 +202,7 @@ def test_a_broker_that_stood_still_is_known_again_with_what_it_holds(monkeypatch
 
 
 def test_a_broker_tells_how_it_ended(directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = HostedBroker(directory.address, 0, capacity_bytes=CAPACITY)
+    closed = ChannelBroker.of_node(directory.address, 0, capacity_bytes=CAPACITY)
     closed.close()
     assert closed.wait()
 
@@ -211,7 +211,7 @@ def test_a_broker_tells_how_it_ended(directory: DirectoryClient, monkeypatch: py
 
     monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
     monkeypatch.setattr(StreamServer, "_resume_accepting", fail)
-    dead = HostedBroker(directory.address, 1, capacity_bytes=CAPACITY)
+    dead = ChannelBroker.of_node(directory.address, 1, capacity_bytes=CAPACITY)
     with contextlib.suppress(ChannelLostError):
         Channel.create("c", node_rank=1, directory=directory)
     assert not dead.wait()

@@ -11,20 +11,20 @@ import pytest
 from tests.directories import client, directory
 from tests.workers.channels.channels import hosted
 from workers.channels import Channel, ChannelClosedError, ChannelLostError, EndOfChannelError
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 from workers.directory import DirectoryClient
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def brokers(client: DirectoryClient) -> Iterator[list[HostedBroker]]:
+def brokers(client: DirectoryClient) -> Iterator[list[ChannelBroker]]:
     with hosted(client, range(3)) as running:
         yield running
 
 
 @pytest.fixture
-def at_each(client: DirectoryClient, brokers: list[HostedBroker]) -> Iterator[list[Channel]]:
+def at_each(client: DirectoryClient, brokers: list[ChannelBroker]) -> Iterator[list[Channel]]:
     """One channel, used from each node; under key r is an item on node r."""
     Channel.create("c", distributed=True, directory=client, here=0).disconnect()
     handles = [Channel.connect("c", directory=client, here=rank) for rank in range(3)]
@@ -36,7 +36,7 @@ def at_each(client: DirectoryClient, brokers: list[HostedBroker]) -> Iterator[li
 
 
 def test_what_is_left_in_one_part_is_found_though_others_are_over_or_gone(
-    at_each: list[Channel], brokers: list[HostedBroker]
+    at_each: list[Channel], brokers: list[ChannelBroker]
 ) -> None:
     late = [pickle.dumps(at_each[0]) for _ in range(2)]
     assert at_each[0].get(key=0) == "left on 0"
@@ -53,7 +53,7 @@ def test_what_is_left_in_one_part_is_found_though_others_are_over_or_gone(
         knows_none.get(key=1)
 
 
-def test_keys_of_other_parts_go_on_when_one_is_gone(at_each: list[Channel], brokers: list[HostedBroker]) -> None:
+def test_keys_of_other_parts_go_on_when_one_is_gone(at_each: list[Channel], brokers: list[ChannelBroker]) -> None:
     waits = at_each[0].get(key=1, async_op=True)
     assert waits.wait() == "left on 1"
     waits = at_each[0].get(key=1, async_op=True)
@@ -65,7 +65,7 @@ def test_keys_of_other_parts_go_on_when_one_is_gone(at_each: list[Channel], brok
 
 
 def test_keys_in_use_go_on_for_new_handles_when_the_first_part_is_gone(
-    at_each: list[Channel], brokers: list[HostedBroker]
+    at_each: list[Channel], brokers: list[ChannelBroker]
 ) -> None:
     assert at_each[0].get(key=1) == "left on 1"
     late: Channel = pickle.loads(pickle.dumps(at_each[0]))
@@ -80,7 +80,7 @@ def test_keys_in_use_go_on_for_new_handles_when_the_first_part_is_gone(
 
 
 def test_what_to_do_about_one_that_is_gone_in_part_is_said(
-    at_each: list[Channel], brokers: list[HostedBroker], client: DirectoryClient
+    at_each: list[Channel], brokers: list[ChannelBroker], client: DirectoryClient
 ) -> None:
     brokers[1].close()
     with pytest.raises(ChannelLostError, match="creation of channel 'c'") as raised:

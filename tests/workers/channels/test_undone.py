@@ -12,7 +12,7 @@ from tests.directories import client, directory
 from tests.workers.channels.channels import hosted
 from workers.channels import Channel, ChannelTimeoutError
 from workers.channels import channel as channel_module
-from workers.channels.broker import HostedBroker
+from workers.channels.broker import ChannelBroker
 from workers.channels.connection_pool import Link
 from workers.channels.wire import Close, Create
 from workers.directory import DirectoryClient, Kind
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def brokers(client: DirectoryClient) -> Iterator[list[HostedBroker]]:
+def brokers(client: DirectoryClient) -> Iterator[list[ChannelBroker]]:
     with hosted(client, range(2)) as running:
         yield running
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, brokers: list[HostedBroker]) -> list[str]:
+def asked(monkeypatch: pytest.MonkeyPatch, brokers: list[ChannelBroker]) -> list[str]:
     """Whom a close was asked of; none is confirmed."""
     closed: list[str] = []
     real = Link.ask
