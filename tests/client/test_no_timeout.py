@@ -101,27 +101,22 @@ def test_the_wait_ends_when_the_call_succeeds(
         assert waiting.result(WAIT_S) == ["late"]
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_the_end_of_the_service_ends_the_wait(
-    call: Callable[[DataPlaneClient], list[str]], server: Server, observer: DataPlaneClient, submit: Submit
+@pytest.mark.parametrize(
+    ("call", "ended"),
+    [(call, "service") for call in CALLS] + [(call, "session") for call in (claim, stream, prefetch, put)],
+)
+def test_the_end_of_the_service_or_of_the_session_ends_the_wait(
+    call: Callable[[DataPlaneClient], list[str]], ended: str, server: Server, observer: DataPlaneClient, submit: Submit
 ) -> None:
     client = connect(server.address)
     waiting = parked(call, client, observer, submit)
-    server.close()
-    with pytest.raises(ServiceUnavailableError):
+    if ended == "service":
+        server.close()
+    else:
+        client.close()
+    with pytest.raises(ServiceUnavailableError if ended == "service" else ClientClosedError):
         waiting.result(WAIT_S)
     client.close()
-
-
-@pytest.mark.parametrize("call", [claim, stream, prefetch, put])
-def test_the_end_of_the_session_ends_the_wait(
-    call: Callable[[DataPlaneClient], list[str]], server: Server, observer: DataPlaneClient, submit: Submit
-) -> None:
-    client = connect(server.address)
-    waiting = parked(call, client, observer, submit)
-    client.close()
-    with pytest.raises(ClientClosedError):
-        waiting.result(WAIT_S)
 
 
 @pytest.mark.parametrize("call", CALLS)

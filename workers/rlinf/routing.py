@@ -148,15 +148,8 @@ def build_send_plan(
     """Return the parts that `src_rank` sends of a batch of `batch_size` rows. ValueError as
     `CommMapper.get_dst_ranks`."""
     peers = CommMapper.get_dst_ranks(batch_size, src_world_size, dst_world_size, src_rank)
-    entries = [
-        RouteEntry(
-            peer_rank=peer,
-            batch_size=size,
-            key=build_route_channel_key(src_group_name, dst_group_name, src_rank, peer, tag, route_key),
-        )
-        for peer, size in peers
-    ]
-    return _plan(src_group_name, dst_group_name, tag, entries)
+    parts = [(src_rank, peer, peer, size) for peer, size in peers]
+    return _rank_plan(src_group_name, dst_group_name, tag, route_key, parts)
 
 
 def build_recv_plan(
@@ -173,13 +166,25 @@ def build_recv_plan(
     """Return the parts that `dst_rank` receives of a batch of `batch_size` rows. ValueError as
     `CommMapper.get_dst_ranks`."""
     peers = CommMapper.get_src_ranks(batch_size, src_world_size, dst_world_size, dst_rank)
+    parts = [(peer, dst_rank, peer, size) for peer, size in peers]
+    return _rank_plan(src_group_name, dst_group_name, tag, route_key, parts)
+
+
+def _rank_plan(
+    src_group_name: str,
+    dst_group_name: str,
+    tag: str | None,
+    route_key: Any,
+    parts: Sequence[tuple[int, int, int, int]],
+) -> RoutePlan:
+    """Return the plan of parts (sender's rank, receiver's rank, which of both is the peer, rows)."""
     entries = [
         RouteEntry(
             peer_rank=peer,
             batch_size=size,
-            key=build_route_channel_key(src_group_name, dst_group_name, peer, dst_rank, tag, route_key),
+            key=build_route_channel_key(src_group_name, dst_group_name, src, dst, tag, route_key),
         )
-        for peer, size in peers
+        for src, dst, peer, size in parts
     ]
     return _plan(src_group_name, dst_group_name, tag, entries)
 

@@ -24,6 +24,7 @@ from dataplane import (
     build_data_plane_client,
     materialize,
     shard_meta_for_dp,
+    write_columns,
 )
 from dataplane.core.durations import as_timeout
 from dataplane.core.schema import (
@@ -34,15 +35,17 @@ from dataplane.core.schema import (
     MICRO_BATCH_LENGTHS,
     PREV_LOGPROBS,
     REFERENCE_POLICY_LOGPROBS,
+    TOKEN_ALIGNED_FIELDS,
     Layout,
 )
+from dataplane.data.columns import require_fields
+from dataplane.data.object_codec import describe_tensor, plain_tensor
 from dataplane.data.row_parts import Inner, Tokens
 from dataplane.errors import InvalidRequestError
 from dataplane.training.data_loader import Form, MicroBatch, Take
 from workers.placement.sharding import DATA_PARALLEL_AXIS, REPLICATED_AXES, NamedSharding
 from workers.training.replica_group import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
 from workers.training.stages import IS_REPLICA_LEADER, Stage, packing_arguments, rows_per_batch, stage_of
-from workers.training.write_back import result_field, store_rows
 
 TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
 """Columns of token ids, by their names in NeMo-RL and verl. They are padded with the tokenizer's pad id."""
@@ -485,7 +488,7 @@ class TQWorkerMixin:
         """
         if self._is_replica_leader():
             pad_length = self._forward_pad_seqlen(meta) if dp_aligned_seq_len else 0
-            store_rows(self._require_dp_client(), meta, fields, pad_length)
+            _store_rows(self._require_dp_client(), meta, fields, pad_length)
 
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str, dp_aligned_seq_len: bool = True
@@ -498,7 +501,7 @@ class TQWorkerMixin:
         dimension. Each error names the key, the type and the shapes.
         """
         if self._is_replica_leader():
-            fields = result_field(meta, result, result_key, tq_field)
+            fields = _result_field(meta, result, result_key, tq_field)
             self._write_back(meta, fields, dp_aligned_seq_len=dp_aligned_seq_len)
 
     # --- entrypoints --------------------------------------------------------------------------------------------
@@ -571,3 +574,55 @@ class TQWorkerMixin:
         """Drop the open step, if any, with `abort_train_step`. The worker can then begin another step."""
         if hasattr(self, "abort_train_step"):  # a host without it cannot have an open step
             self.abort_train_step()
+
+
+def _store_rows(
+    client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, torch.Tensor], pad_length: int
+) -> None:
+    """Store columns of the meta's samples. pad_length: of the batch, 0 for the longest sample;
+    other padded columns of this width are per-token, too.
+
+    TypeError for values other than ordinary tensors, ValueError for another number of rows. Errors
+    of `write_columns`.
+    """
+    require_fields(fields)
+    for name, value in fields.items():
+        what = f"write-back of {name!r}"
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}")
+        if value.is_meta or (not value.is_nested and plain_tensor(value) is None):
+            raise TypeError(f"{what}: {describe_tensor(value)} cannot be stored")
+        if value.dim() == 0 or value.size(0) != meta.size:
+            nested = f"{value.size(0)} nested rows"
+            got = nested if value.is_nested else f"shape {list(value.shape)}"
+            raise ValueError(f"{what}: expected {meta.size} rows, one per sample of the meta, got {got}")
+    width = pad_length or max(meta.sequence_lengths or [0])
+    per_token = set(TOKEN_ALIGNED_FIELDS)
+    for name, value in fields.items():
+        if not value.is_nested and value.dim() > 1 and value.size(1) == width:  # [N, S, ...]
+            per_token.add(name)
+    write_columns(client, meta, fields, token_aligned_fields=per_token)
+
+
+def _result_field(meta: KVBatchMeta, result: Any, result_key: str, tq_field: str) -> dict[str, torch.Tensor]:
+    """Return `result[result_key]` of a worker method as the field `tq_field`.
+
+    TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks
+    `result_key`. ValueError for log-probs without a token dimension. Each error names the key, the
+    type and the shapes.
+    """
+    if not isinstance(result, Mapping):
+        got = type(result).__name__
+        raise TypeError(f"the method must return a mapping with {result_key!r}, got {got}")
+    keys = [*result.keys()]
+    if result_key not in keys:
+        known = ", ".join(map(str, keys)) or "nothing"
+        raise KeyError(f"the result has no {result_key!r}; it has {known}")
+    value = result[result_key]
+    what = f"result[{result_key!r}] (for {tq_field!r})"
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}")
+    logprobs = tq_field in (PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS)
+    if logprobs and not value.is_nested and value.dim() < 2:
+        raise ValueError(f"{what}: expected a per-token tensor [{meta.size}, S], got shape {list(value.shape)}")
+    return {tq_field: value}
