@@ -62,7 +62,7 @@ def test_an_insert_of_nothing_makes_a_partition(client: tq.TransferQueueClient, 
 def test_get_meta_without_fields_or_samples(client: tq.TransferQueueClient, mode: str) -> None:
     with pytest.raises(RuntimeError, match="data_fields is None"):
         client.get_meta(None, 2, "p", mode=mode, task_name="t")  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="batch_size is None"):
+    with pytest.raises(RuntimeError, match="batch_size=None: expected an int"):
         client.get_meta(["v"], None, "p", mode=mode, task_name="t")  # type: ignore[arg-type]
 
 

@@ -4,37 +4,50 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from dataplane.client.operations import get, partitions
-from dataplane.client.operations.steps import Operation
+from dataplane.client.operations.sample_names import samples_of, send_for_samples
+from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns, fetching, operations, reads
 from dataplane.compat.transfer_queue.columns import Parser
 from dataplane.compat.transfer_queue.defaults import warn_once
-from dataplane.compat.transfer_queue.errors import RefusedCallError
+from dataplane.compat.transfer_queue.errors import RefusedCallError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.performer import Performer
+from dataplane.compat.transfer_queue.performer import Performer, twins
 from dataplane.compat.transfer_queue.samplers import BaseSampler
 from dataplane.compat.transfer_queue.settings import attach_config, sampling_of
-from dataplane.errors import NotFoundError, SampleExistsError
+from dataplane.compat.transfer_queue.tags import tag_columns, tags_of
+from dataplane.errors import (
+    NotFoundError,
+    PartitionNotFoundError,
+    SampleExistsError,
+    StaleSampleError,
+    TaskNotFoundError,
+    first_few,
+)
+from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+E = TypeVar("E")
+Status: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 CONFIG = "config"
 """Id and field of the sample in which the service stores the settings."""
 
 
 class AsyncTransferQueueClient:
-    """An async client of one service, usable from any event loop. Thread-safe.
+    """A client of one service. Each call has a blocking form, and an `async_` form that is usable
+    from any event loop. Thread-safe.
 
     client_id: only kept as an attribute. controller_info: the service's address, or the `controller.zmq_info` that
     `init()` returned. zmq_io_threads and zmq_max_sockets are accepted and ignored.
@@ -71,149 +84,316 @@ class AsyncTransferQueueClient:
         """Wait for copies in flight and end the sessions. Idempotent."""
         self._performer.close()
 
-    # --- awaited
+    # --- operations of both clients: each has the docstring and the signature of its two forms
 
-    async def async_get_meta(
+    def _get_meta(
         self,
+        session_state: SessionState,
         data_fields: list[str],
         batch_size: int,
         partition_id: str,
         mode: str = "fetch",
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
-    ) -> BatchMeta:
-        """See `TransferQueueClient.get_meta`."""
-        arguments = data_fields, batch_size, partition_id, mode, task_name, sampling_config
-        return await self._performer.do_async(self._get_meta, *arguments)
+    ) -> Operation[BatchMeta]:
+        """Claim `batch_size` samples that have all `data_fields` for the task. The sampler, which
+        gets the entries of `sampling_config`, chooses them. Return their meta.
 
-    async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
-        """See `TransferQueueClient.set_custom_meta`."""
-        await self._performer.do_async(operations.set_tags, metadata)
+        If too few samples are ready: with `polling_mode`, return an empty meta at once. Otherwise
+        block, and raise `FetchTimeoutError` (a RuntimeError and a TimeoutError) after
+        TQ_CONTROLLER_GET_METADATA_TIMEOUT or TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds,
+        whichever is more. An unknown partition has no ready samples; a call that waits for some
+        creates it.
 
-    async def async_put(
+        mode: "fetch". "force_fetch": return all samples, ready or not, without a claim;
+        `StorageKeyNotFoundError` for an unknown partition; `batch_size` is ignored. "insert":
+        create samples without keys and data, and the partition if missing; none for a `batch_size`
+        of 0. `RefusedCallError` (a RuntimeError and a ValueError) for arguments that the original's
+        controller rejects, and for a negative `batch_size` in "fetch".
+        """
+        if data_fields is None:
+            raise RefusedCallError("get_meta: data_fields is None; pass a list of names")
+        if mode == "force_fetch":
+            samples = yield from operations.list_samples(session_state, partition_id)
+            return (yield from operations.build_batch_meta(session_state, partition_id, samples, data_fields))
+        if not isinstance(batch_size, Integral):
+            raise RefusedCallError(
+                f"get_meta: batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}"
+            )
+        count = int(batch_size)
+        if mode == "insert":
+            return (yield from operations.insert_samples(session_state, count, partition_id, coming=data_fields))
+        if mode != "fetch":
+            raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
+        if not task_name:
+            raise RefusedCallError("get_meta: task_name is empty; pass the name of the task that claims the samples")
+        stored = yield from self.exchange_settings(session_state, to_store=None)
+        sampling = sampling_of(stored, self._local_sampler)
+        if count == 0 and sampling.polling:
+            return BatchMeta.empty()
+        if count < 1:
+            raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
+        request = fetching.BatchRequest(
+            partition=partition_id,
+            task=task_name,
+            fields=tuple(data_fields),
+            batch_size=count,
+            config={
+                "task_name": task_name,
+                "partition_id": partition_id,
+                **(sampling_config or {}),
+            },
+        )
+        return (yield from fetching.fetch(session_state, request, sampling))
+
+    def _set_custom_meta(self, session_state: SessionState, metadata: BatchMeta) -> Operation[None]:
+        """Merge the meta's `custom_meta` into the tags of its samples. An unknown partition is
+        ignored."""
+        for part in metadata.chunk_by_partition():
+            try:
+                # One partition: only one pair.
+                [(_, samples)] = yield from operations.resolve_samples(session_state, part)
+                command = c.SetTags(
+                    partition=samples.partition_id,
+                    samples=samples_of(samples),
+                    tags=tag_columns(part.custom_meta, part.size),
+                )
+                yield from send_for_samples(samples.sample_ids, command)
+            except PartitionNotFoundError:
+                log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
+
+    def _put(
         self,
+        session_state: SessionState,
         data: TensorDict,
         metadata: BatchMeta | None = None,
         partition_id: str | None = None,
         data_parser: Parser | None = None,
-    ) -> BatchMeta:
-        """See `TransferQueueClient.put`."""
-        return await self._performer.do_async(self._put, data, metadata, partition_id, data_parser)
+    ) -> Operation[BatchMeta]:
+        """Store fields and the meta's tags for the meta's samples, or, without a meta, for new
+        samples in `partition_id`. The put is atomic. `data_parser` first maps the dict of fields to
+        one with other values, in this process.
 
-    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
-        """See `TransferQueueClient.get_data`."""
-        return await self._performer.do_async(self._get_data, metadata)
+        Return the meta, with the new fields added. `StorageKeyNotFoundError` for samples that were
+        cleared since. ValueError without meta and partition, and for a meta or data without
+        samples. The first put into a partition creates it.
+        """
+        if metadata is None:
+            if partition_id is None:
+                raise ValueError("put: pass the partition_id of new samples, or the metadata of existing ones")
+            rows = int(data.batch_size[0])
+            if not rows:
+                raise ValueError("put: the data has no rows; pass at least one")
+            fields = columns.apply_parser(data, data_parser)
+            metadata = yield from operations.insert_samples(session_state, rows, partition_id, fields)
+        elif not metadata:
+            raise ValueError("put: the metadata is empty; it must name at least one sample")
+        else:
+            fields = columns.apply_parser(data, data_parser)
+            yield from operations.put_batch(session_state, metadata, fields)
+        return metadata.add_fields(data)  # only their schema
 
-    async def async_clear_partition(self, partition_id: str) -> None:
-        """See `TransferQueueClient.clear_partition`."""
-        await self._performer.do_async(self._clear_partition, partition_id)
+    def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
+        """Return the meta's fields of its samples: tensor rows nested, scalars `[N]`, objects in a
+        NonTensorStack. `StorageKeyNotFoundError` if a sample or field is missing."""
+        if not metadata or not metadata.field_names:
+            log.warning("get_data: the meta has no samples or no fields; an empty TensorDict is returned")
+            return TensorDict({}, batch_size=0)
+        return (yield from reads.get_batch(session_state, metadata))
 
-    async def async_clear_samples(self, metadata: BatchMeta) -> None:
-        """See `TransferQueueClient.clear_samples`."""
-        await self._performer.do_async(operations.clear_batch, metadata)
+    def _clear_partition(self, session_state: SessionState, partition_id: str) -> Operation[None]:
+        """Drop the partition with all samples. Callers that wait on it get a
+        `PartitionDroppedError`."""
+        yield from partitions.clear(session_state, names=None, partition=partition_id)
+        yield from fetching.forget_draws(session_state, partition_id)
+        if self._local_sampler is not None:
+            self._local_sampler.clear_cache(partition_id)
 
-    async def async_get_consumption_status(
-        self, task_name: str, partition_id: str
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """See `TransferQueueClient.get_consumption_status`."""
-        return await self._performer.do_async(self._consumption, task_name, partition_id)
+    def _clear_samples(self, session_state: SessionState, metadata: BatchMeta) -> Operation[None]:
+        """Drop the samples of the meta. Samples that no longer exist are ignored."""
+        for part in metadata.chunk_by_partition():
+            partition = part.partition_ids[0]
+            try:
+                rows = part._rows
+                generations = part.global_indexes
+                if rows is None:  # a meta that the caller built from global indexes
+                    existing = yield from operations.list_samples(session_state, partition)
+                    chosen = np.isin(existing.generations, generations)
+                    rows = existing.rows[chosen].tolist()
+                    generations = existing.generations[chosen].tolist()
+                samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
+                yield Send(c.Clear(partition=partition, samples=samples))
+            except PartitionNotFoundError:
+                log.info("partition %r was not found; no samples were cleared", partition)
 
-    async def async_get_production_status(
-        self, data_fields: list[str], partition_id: str
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """See `TransferQueueClient.get_production_status`."""
-        return await self._performer.do_async(operations.production_status, data_fields, partition_id)
+    def _get_consumption_status(
+        self, session_state: SessionState, task_name: str, partition_id: str
+    ) -> Operation[Status]:
+        """Return the samples' indexes `[N]`, and `[N]` with 1 for each sample that the task has
+        claimed. (None, None) for an unknown partition.
 
-    async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """See `TransferQueueClient.check_consumption_status`."""
-        _, status = await self.async_get_consumption_status(task_name, partition_id)
-        return _all_one(status, empty=False)
+        Until as many samples were created as expected (TQ_PRE_ALLOC_SAMPLE_NUM, by default 1), each
+        missing one has the index -1 and the status 0.
+        """
+        stored = yield from self.exchange_settings(session_state, to_store=None)
+        expected = 1 if stored is None else int(stored["expected"])  # see `settings_to_store`
+        try:
+            samples = yield from operations.list_samples(session_state, partition_id)
+        except PartitionNotFoundError:
+            return None, None
+        peek = c.Claim(
+            partition=partition_id,
+            task=task_name,
+            fields=(),
+            batch_size=operations.MAX_SAMPLES,
+            min_batch_size=1,
+            blocking=False,
+            peek=True,
+        )
+        try:
+            # Without fields, every unclaimed sample is ready.
+            unclaimed = (yield Send(peek)).result.generations
+        except TaskNotFoundError:
+            unclaimed = samples.generations  # a task that does not exist has claimed nothing
+        not_created = 0
+        if len(samples.generations) < expected:
+            # Cleared samples count as created, so the number of live samples is not enough.
+            parts = (yield from partitions.stats(session_state)).partitions
+            created = sum(part.born for part in parts if part.partition == partition_id)
+            not_created = max(expected - created, 0)
+        claimed = ~np.isin(samples.generations, unclaimed)
+        indexes = np.append(samples.generations, np.full(not_created, -1))
+        status = np.append(claimed, np.zeros(not_created, np.bool_))
+        return torch.from_numpy(indexes), torch.from_numpy(status.astype(np.int8))
 
-    async def async_check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
-        """See `TransferQueueClient.check_production_status`."""
-        _, status = await self.async_get_production_status(data_fields, partition_id)
-        return _all_one(status, empty=True)
+    def _get_production_status(
+        self, session_state: SessionState, data_fields: list[str], partition_id: str
+    ) -> Operation[Status]:
+        """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field.
+        The F columns are the distinct fields in the order in which the partition got them, not in
+        that of `data_fields`. (None, None) for an unknown partition or field, or without fields."""
+        try:
+            known = (yield Send(c.Describe(partition=partition_id))).result.fields
+            if not data_fields or any(name not in known for name in data_fields):
+                return None, None
+            requested = set(data_fields)
+            fields = [name for name in known if name in requested]
+            samples = yield from operations.list_samples(session_state, partition_id)
+            locations = yield from operations.locate_fields(session_state, partition_id, samples, fields)
+        except PartitionNotFoundError:
+            return None, None
+        status = columns.produced(locations, len(samples.ids), fields)
+        # Copied, because torch has no read-only tensors, and received arrays can be read-only.
+        return torch.from_numpy(samples.generations.copy()), torch.from_numpy(status)
 
-    async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """See `TransferQueueClient.reset_consumption`."""
-        return await self._performer.do_async(operations.reset_claims, partition_id, task_name)
+    def _check_consumption_status(
+        self, session_state: SessionState, task_name: str, partition_id: str
+    ) -> Operation[bool]:
+        """Whether the task has claimed all samples of the partition, at least one. False until as
+        many were created as expected (TQ_PRE_ALLOC_SAMPLE_NUM, by default 1)."""
+        _, status = yield from self._get_consumption_status(session_state, task_name, partition_id)
+        return status is not None and status.numel() > 0 and bool((status == 1).all())
 
-    async def async_get_partition_list(self) -> list[str]:
-        """See `TransferQueueClient.get_partition_list`."""
-        return await self._performer.do_async(operations.partitions)
+    def _check_production_status(
+        self, session_state: SessionState, data_fields: list[str], partition_id: str
+    ) -> Operation[bool]:
+        """Whether all samples have all these fields."""
+        _, status = yield from self._get_production_status(session_state, data_fields, partition_id)
+        return status is not None and bool((status == 1).all())
 
-    async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """See `TransferQueueClient.kv_retrieve_meta`."""
-        return await self._performer.do_async(operations.meta_of_keys, _key_list(keys), partition_id, create)
+    def _reset_consumption(
+        self, session_state: SessionState, partition_id: str, task_name: str | None = None
+    ) -> Operation[bool]:
+        """Reset the claims of the task (None: of every task), so that it can claim all samples
+        again. Return False if other clients cleared samples during every attempt. An unknown
+        partition is logged and has nothing to reset."""
+        for _ in range(operations.TRIES):
+            try:
+                tasks = (yield Send(c.Describe(partition=partition_id))).result.tasks
+                live = yield from operations.list_samples(session_state, partition_id)
+                samples = c.Samples(rows=live.rows, generations=live.generations)
+                for name in tasks:
+                    if task_name is None or name == task_name:
+                        # Without claim ids: all samples that are not on lease, whichever claim
+                        # consumed them.
+                        yield Send(c.Nack(partition=partition_id, task=name, samples=samples))
+            except PartitionNotFoundError:
+                log.warning("partition %r was not found; no claims were reset", partition_id)
+            except StaleSampleError:
+                continue  # a sample was cleared after it was listed
+            return True  # also if the partition was not found
+        return False
 
-    async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
-        """See `TransferQueueClient.kv_retrieve_keys`."""
-        return await self._performer.do_async(operations.keys_of_indexes, _index_list(global_indexes), partition_id)
+    def _get_partition_list(self, session_state: SessionState) -> Operation[list[str]]:
+        """Return the names of all partitions."""
+        report = yield from partitions.stats(session_state)
+        names = [part.partition for part in report.partitions]
+        return [name for name in names if name != operations.ADAPTER]
 
-    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """See `TransferQueueClient.kv_list`."""
-        return await self._performer.do_async(operations.list_keys, partition_id)
-
-    async def async_save_controller_checkpoint(self, path: str) -> None:
-        _refuse("async_save_controller_checkpoint", path)
-
-    async def async_load_controller_checkpoint(self, path: str) -> None:
-        _refuse("async_load_controller_checkpoint", path)
-
-    async def async_save_storage_checkpoint(self, checkpoint_dir: str) -> None:
-        _refuse("async_save_storage_checkpoint", checkpoint_dir)
-
-    async def async_load_storage_checkpoint(self, checkpoint_dir: str) -> None:
-        _refuse("async_load_storage_checkpoint", checkpoint_dir)
-
-    # --- operations of both clients
-
-    def _get_meta(
+    def _kv_retrieve_meta(
         self,
         session_state: SessionState,
-        data_fields: Sequence[str],
-        batch_size: int,
-        partition: str,
-        mode: str,
-        task: str | None,
-        config: Mapping[str, Any] | None,
+        keys: list[str] | str,
+        partition_id: str,
+        create: bool = False,
     ) -> Operation[BatchMeta]:
-        """Return the batch that `mode` selects; see `TransferQueueClient.get_meta`. batch_size: callers can pass None
-        with "force_fetch", which ignores it. config: the caller's `sampling_config`."""
-        if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
-            raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
-        if data_fields is None:
-            raise RefusedCallError("get_meta: data_fields is None; pass a list of names")
-        if batch_size is None and mode != "force_fetch":
-            raise RefusedCallError("get_meta: batch_size is None; pass the number of samples")
-        if mode == "insert":
-            return (
-                yield from operations.insert_samples(session_state, batch_size, partition, coming=list(data_fields))
-            )
-        if mode == "force_fetch":
-            return (yield from operations.meta_of_partition(session_state, partition, list(data_fields)))
-        if mode != "fetch":
-            raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
-        if not task:
-            raise RefusedCallError("get_meta: task_name is empty; pass the name of the task that claims the samples")
-        stored = yield from self.exchange_settings(session_state, to_store=None)
-        sampling = sampling_of(stored, self._local_sampler)
-        if batch_size == 0 and sampling.polling:
+        """Return the meta of these keys, with the fields that all of them have. Unknown keys are
+        omitted, or created with `create`, without fields."""
+        keys = key_list(keys)
+        try:
+            if create:
+                distinct = list(dict.fromkeys(keys))
+                yield from operations.put(session_state, distinct, partition_id, fields=None)
+            samples = yield from operations.list_samples_of_keys(session_state, keys, partition_id)
+            if len(samples.ids) < len(keys):
+                missing = sorted(set(keys).difference(samples.ids))
+                log.warning("partition %r: the keys %s were not found", partition_id, first_few(missing))
+            return (yield from operations.build_batch_meta(session_state, partition_id, samples, samples.fields))
+        except PartitionNotFoundError:
+            log.warning("partition %r was not found; an empty meta is returned", partition_id)
             return BatchMeta.empty()
-        if batch_size < 1:
-            raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
-        request = fetching.BatchRequest(
-            partition=partition,
-            task=task,
-            fields=tuple(data_fields),
-            batch_size=batch_size,
-            config={"task_name": task, "partition_id": partition, **(config or {})},
-        )
-        return (yield from fetching.fetch(session_state, request, sampling))
+
+    def _kv_retrieve_keys(
+        self, session_state: SessionState, global_indexes: list[int] | int, partition_id: str
+    ) -> Operation[list[str | None]]:
+        """Return the key of each sample, or None for a sample without a key or that does not exist.
+        `TransferQueueError` for an unknown partition."""
+        indexes = _list_of(int, "global_indexes", global_indexes)
+        try:
+            samples = yield from operations.list_samples(session_state, partition_id)
+        except PartitionNotFoundError:
+            raise TransferQueueError(f"kv_retrieve_keys: partition {partition_id!r} was not found") from None
+        names = dict(zip(samples.generations.tolist(), samples.ids, strict=True))
+        keys = {index: name for index, name in names.items() if operations.is_key(name)}
+        return [keys.get(index) for index in indexes]
+
+    def _kv_list(
+        self, session_state: SessionState, partition_id: str | None = None
+    ) -> Operation[dict[str, dict[str, Any]]]:
+        """Return the tags of every key, by partition (None: of all partitions). An unknown
+        partition has no entry."""
+        names: list[str]
+        if partition_id is None:
+            names = yield from self._get_partition_list(session_state)
+        else:
+            names = [partition_id]
+        tags_by_partition: dict[str, dict[str, Any]] = {}
+        for name in names:
+            try:
+                samples = yield from operations.list_samples(session_state, name)
+            except PartitionNotFoundError:
+                continue
+            tags = dict(zip(samples.ids, tags_of(samples.tags, len(samples.ids)), strict=True))
+            # One search of all ids: most partitions have no sample without a key.
+            if operations.UNNAMED in "\n".join(samples.ids):
+                tags = {key: value for key, value in tags.items() if operations.is_key(key)}
+            tags_by_partition[name] = tags
+        return tags_by_partition
 
     @property
     def strict_reads(self) -> bool:
-        """Whether a read of a missing key or field is an error, as the service's settings say (False until read)."""
+        """Whether a read of a missing key or field is an error, as the service's settings say
+        (False until read)."""
         return bool((self._stored_settings or {}).get("strict_reads"))
 
     def exchange_settings(
@@ -235,209 +415,65 @@ class AsyncTransferQueueClient:
                 return None
         return self._stored_settings
 
-    def _put(
-        self,
-        session_state: SessionState,
-        data: TensorDict,
-        metadata: BatchMeta | None,
-        partition: str | None,
-        parse: Parser | None,
-    ) -> Operation[BatchMeta]:
-        """Put into existing samples (`metadata`) or new ones (`partition`); see `TransferQueueClient.put`. ValueError
-        without both, and for a meta without samples."""
-        if metadata is None:
-            if partition is None:
-                raise ValueError("put: pass the partition_id of new samples, or the metadata of existing ones")
-            rows = int(data.batch_size[0])
-            if not rows:
-                raise ValueError("put: the data has no rows; pass at least one")
-            fields = _apply_parser(data, parse)
-            metadata = yield from operations.insert_samples(session_state, rows, partition, fields)
-        elif not metadata:
-            raise ValueError("put: the metadata is empty; it must name at least one sample")
-        else:
-            yield from operations.put_batch(session_state, metadata, _apply_parser(data, parse))
-        return metadata.add_fields(data)  # only their schema
+    def _refuse_path(self, path: str) -> NoReturn:
+        """Reject a checkpoint of the controller or of the storage units alone: neither is usable
+        without the other, and two separate checkpoints would not be of the same instant."""
+        raise NotImplementedError(
+            f"{path!r}: separate checkpoints of controller and storage are not supported; call the "
+            "module's save_checkpoint or load_checkpoint, whose checkpoint has the samples and "
+            "their metadata at one instant"
+        )
 
-    def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
-        if not metadata or not metadata.field_names:
-            log.warning("get_data: the meta has no samples or no fields; an empty TensorDict is returned")
-            return TensorDict({}, batch_size=0)
-        return (yield from reads.get_batch(session_state, metadata))
+    def _refuse_directory(self, checkpoint_dir: str) -> NoReturn:
+        """See `_refuse_path`."""
+        self._refuse_path(checkpoint_dir)
 
-    def _clear_partition(self, session_state: SessionState, partition: str) -> Operation[None]:
-        yield from partitions.clear(session_state, names=None, partition=partition)
-        yield from fetching.forget_draws(session_state, partition)
-        if self._local_sampler is not None:
-            self._local_sampler.clear_cache(partition)
+    # --- both forms of each operation
 
-    def _consumption(
-        self, session_state: SessionState, task: str, partition: str
-    ) -> Operation[tuple[Tensor | None, Tensor | None]]:
-        """See `TransferQueueClient.get_consumption_status`."""
-        stored = yield from self.exchange_settings(session_state, to_store=None)
-        expected = 1 if stored is None else int(stored["expected"])  # see `settings_to_store`
-        return (yield from operations.consumption_status(session_state, task, partition, expected))
+    get_meta, async_get_meta = twins(_get_meta)
+    set_custom_meta, async_set_custom_meta = twins(_set_custom_meta)
+    put, async_put = twins(_put)
+    get_data, async_get_data = twins(_get_data)
+    clear_partition, async_clear_partition = twins(_clear_partition)
+    clear_samples, async_clear_samples = twins(_clear_samples)
+    get_consumption_status, async_get_consumption_status = twins(_get_consumption_status)
+    get_production_status, async_get_production_status = twins(_get_production_status)
+    check_consumption_status, async_check_consumption_status = twins(_check_consumption_status)
+    check_production_status, async_check_production_status = twins(_check_production_status)
+    reset_consumption, async_reset_consumption = twins(_reset_consumption)
+    get_partition_list, async_get_partition_list = twins(_get_partition_list)
+    kv_retrieve_meta, async_kv_retrieve_meta = twins(_kv_retrieve_meta)
+    kv_retrieve_keys, async_kv_retrieve_keys = twins(_kv_retrieve_keys)
+    kv_list, async_kv_list = twins(_kv_list)
+    save_controller_checkpoint = _refuse_path
+    async_save_controller_checkpoint = _refuse_path
+    save_storage_checkpoint = _refuse_directory
+    async_save_storage_checkpoint = _refuse_directory
+    load_controller_checkpoint = _refuse_path
+    async_load_controller_checkpoint = _refuse_path
+    load_storage_checkpoint = _refuse_directory
+    async_load_storage_checkpoint = _refuse_directory
 
 
 class TransferQueueClient(AsyncTransferQueueClient):
-    """A client that has every method in a blocking form, too."""
+    """The same client, under the name of the original's blocking one."""
 
-    def get_meta(
-        self,
-        data_fields: list[str],
-        batch_size: int,
-        partition_id: str,
-        mode: str = "fetch",
-        task_name: str | None = None,
-        sampling_config: dict[str, Any] | None = None,
-    ) -> BatchMeta:
-        """Claim `batch_size` samples that have all `data_fields` for the task. The sampler, which gets the entries of
-        `sampling_config`, chooses them. Return their meta.
 
-        If too few samples are ready: with `polling_mode`, return an empty meta at once. Otherwise block, and raise
-        `FetchTimeoutError` (a RuntimeError and a TimeoutError) after TQ_CONTROLLER_GET_METADATA_TIMEOUT or
-        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. An unknown
-        partition has no ready samples; a call that waits for some creates it.
+def key_list(keys: Any) -> list[str]:
+    """Return one key or a list of keys as a list. TypeError for other types, ValueError for an
+    empty list."""
+    return _list_of(str, "keys", keys)
 
-        mode: "fetch". "force_fetch": return all samples, ready or not, without a claim;
-        `StorageKeyNotFoundError` for an unknown partition. "insert": create samples without keys
-        and data, and the partition if missing; none for a `batch_size` of 0.
-        """
-        return self._performer.do(
-            self._get_meta, data_fields, batch_size, partition_id, mode, task_name, sampling_config
+
+def _list_of(kind: type[E], what: str, values: Any) -> list[E]:
+    """Return one value or a list of them as a list. TypeError for other types, ValueError for an
+    empty list. what: the name of the argument."""
+    if isinstance(values, kind):
+        return [values]
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise TypeError(
+            f"{what}: expected a value of type {kind.__name__} or a list of them, got {reprlib.repr(values)}"
         )
-
-    def set_custom_meta(self, metadata: BatchMeta) -> None:
-        """Merge the meta's `custom_meta` into the tags of its samples."""
-        self._performer.do(operations.set_tags, metadata)
-
-    def put(
-        self,
-        data: TensorDict,
-        metadata: BatchMeta | None = None,
-        partition_id: str | None = None,
-        data_parser: Parser | None = None,
-    ) -> BatchMeta:
-        """Store fields and the meta's tags for the meta's samples, or, without a meta, for new samples in
-        `partition_id`. The put is atomic. `data_parser` first maps the dict of fields to one with other values, in this
-        process.
-
-        Return the meta, with the new fields added. `StorageKeyNotFoundError` for samples that were cleared since. The
-        first put into a partition creates it.
-        """
-        return self._performer.do(self._put, data, metadata, partition_id, data_parser)
-
-    def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return the meta's fields of its samples: tensor rows nested, scalars `[N]`, objects in a NonTensorStack.
-        `StorageKeyNotFoundError` if a sample or field is missing."""
-        return self._performer.do(self._get_data, metadata)
-
-    def clear_partition(self, partition_id: str) -> None:
-        """Drop the partition with all samples. Callers that wait on it get a `PartitionDroppedError`."""
-        self._performer.do(self._clear_partition, partition_id)
-
-    def clear_samples(self, metadata: BatchMeta) -> None:
-        """Drop the samples of the meta. Samples that no longer exist are ignored."""
-        self._performer.do(operations.clear_batch, metadata)
-
-    def get_consumption_status(self, task_name: str, partition_id: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return the samples' indexes `[N]`, and 1 for each sample that the task has claimed. (None, None) for an
-        unknown partition."""
-        return self._performer.do(self._consumption, task_name, partition_id)
-
-    def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field.
-        The F columns are the distinct fields in the order in which the partition got them, not in
-        that of `data_fields`. (None, None) for an unknown partition or field, or without fields."""
-        return self._performer.do(operations.production_status, data_fields, partition_id)
-
-    def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether the task has claimed all samples of the partition, at least one. False until as many were created as
-        expected (TQ_PRE_ALLOC_SAMPLE_NUM, by default 1)."""
-        _, status = self.get_consumption_status(task_name, partition_id)
-        return _all_one(status, empty=False)
-
-    def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
-        """Whether all samples have all these fields."""
-        _, status = self.get_production_status(data_fields, partition_id)
-        return _all_one(status, empty=True)
-
-    def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Reset the claims of the task (None: of every task), so that it can claim all samples again. Return False if
-        that failed because other clients cleared samples meanwhile."""
-        return self._performer.do(operations.reset_claims, partition_id, task_name)
-
-    def get_partition_list(self) -> list[str]:
-        """Return the names of all partitions."""
-        return self._performer.do(operations.partitions)
-
-    def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the meta of these keys, with the fields that all of them have. Unknown keys are omitted, or created
-        with `create`."""
-        return self._performer.do(operations.meta_of_keys, _key_list(keys), partition_id, create)
-
-    def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
-        """Return the key of each sample, or None for a sample without a key."""
-        return self._performer.do(operations.keys_of_indexes, _index_list(global_indexes), partition_id)
-
-    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """Return the tags of every key, by partition (None: of all partitions)."""
-        return self._performer.do(operations.list_keys, partition_id)
-
-    def save_controller_checkpoint(self, path: str) -> None:
-        _refuse("save_controller_checkpoint", path)
-
-    def load_controller_checkpoint(self, path: str) -> None:
-        _refuse("load_controller_checkpoint", path)
-
-    def save_storage_checkpoint(self, checkpoint_dir: str) -> None:
-        _refuse("save_storage_checkpoint", checkpoint_dir)
-
-    def load_storage_checkpoint(self, checkpoint_dir: str) -> None:
-        _refuse("load_storage_checkpoint", checkpoint_dir)
-
-
-def _apply_parser(data: TensorDict, parse: Callable[[dict[str, Any]], Any] | None) -> Any:
-    return data if parse is None else columns.apply_parser(data, parse)
-
-
-def _all_one(status: Tensor | None, *, empty: bool) -> bool:
-    """Whether all elements are 1. None (an unknown partition or field): False. empty: the result without elements."""
-    if status is None:
-        return False
-    if not status.numel():
-        return empty
-    return bool(torch.all(status == 1).item())
-
-
-def _key_list(keys: Any) -> list[str]:
-    """Return one key or a list of keys as a list. TypeError for other types, ValueError for an empty list."""
-    if isinstance(keys, str):
-        return [keys]
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"keys: expected a string or a list of strings, got {reprlib.repr(keys)}")
-    if not keys:
-        raise ValueError("keys: the list is empty; pass at least one key")
-    return keys
-
-
-def _index_list(indexes: Any) -> list[int]:
-    """Return one global index or a list of them as a list. TypeError for other types, ValueError for an empty list."""
-    if isinstance(indexes, int):
-        return [indexes]
-    if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
-        raise TypeError(f"global_indexes: expected an integer or a list of integers, got {reprlib.repr(indexes)}")
-    if not indexes:
-        raise ValueError("global_indexes: the list is empty; pass at least one index")
-    return indexes
-
-
-def _refuse(name: str, path: str) -> NoReturn:
-    """Reject a checkpoint of the controller or of the storage units alone: neither is usable without the other, and two
-    separate checkpoints would not be of the same instant."""
-    verb = "load" if "load" in name else "save"
-    raise NotImplementedError(
-        f"{name}({path!r}): separate checkpoints of controller and storage are not supported; call the module's "
-        f"{verb}_checkpoint, whose checkpoint has the samples and their metadata at one instant"
-    )
+    if not values:
+        raise ValueError(f"{what}: the list is empty; pass at least one value")
+    return values

@@ -144,10 +144,14 @@ def _kind_to_declare(value: Any) -> FieldKind | None:
     return None
 
 
-def apply_parser(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
-    """Call `parse`, the caller's `data_parser`, with a dict of tensors (lists for nested tensors and objects). Return
-    its fields, with lists of tensors joined. TypeError if it does not return a dict, ValueError if it adds, removes or
-    resizes fields."""
+def apply_parser(
+    fields: Mapping[str, Any] | TensorDictBase, parse: Parser | None
+) -> Mapping[str, Any] | TensorDictBase:
+    """Call `parse`, the caller's `data_parser`, with a dict of tensors (lists for nested tensors
+    and objects). Return its fields, with lists of tensors joined; without a parser, the fields.
+    TypeError if it does not return a dict, ValueError if it adds, removes or resizes fields."""
+    if parse is None:
+        return fields
     given: dict[str, Any] = {str(name): _to_parser_value(value) for name, value in fields.items()}
     expected = {name: len(value) for name, value in given.items()}  # before the call, which can change `given`
     returned = parse(given)

@@ -8,7 +8,8 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,13 +30,11 @@ from dataplane.compat.transfer_queue.operations import (
     resolve_samples,
 )
 from dataplane.compat.transfer_queue.samplers import (
-    LENGTH_TAG,
     NAMED,
     BaseSampler,
-    Draw,
     DrawingSampler,
-    Lengths,
     SequentialSampler,
+    share,
 )
 from dataplane.compat.transfer_queue.tags import tags_of
 from dataplane.errors import (
@@ -140,24 +139,29 @@ def _claim_by_draw(
     while True:
         stored = None if key is None else (yield from _load_draw(session_state, request, key))
         if stored is not None:
-            return (yield from _meta_of(session_state, request, stored.share(share_number)))
+            samples = _samples_of(share(stored, share_number))
+            return (yield from _meta_of(session_state, request, samples))
         limit = needed if sampler.first_only else MAX_SAMPLES
         ready = yield from _list_ready(session_state, request, sampling, needed, deadline, limit=limit)
         with _sampler_errors(sampler):  # also with too few samples: `draw` raises for wrong arguments
-            draw = sampler.draw(ready.generations.tolist(), request.batch_size, _lengths(ready))
+            view = PartitionView(request.partition, ready)
+            draw = sampler.draw(ready.generations.tolist(), request.batch_size, view)
         if len(ready.ids) < needed or draw is None:
             if sampling.polling:
                 return BatchMeta.empty()
             # Too few, or no draw possible from these: wait until more are ready.
             needed = len(ready.ids) + 1
             continue
-        claimed = yield from _claim_exactly(session_state, request, ready, draw.samples)
+        indexes = [index for part in draw for index in part]
+        claimed = yield from _claim_exactly(session_state, request, ready, indexes)
         if claimed is None:
             continue  # another claim took one of them first
-        if key is not None and not (yield from _store_draw(session_state, request, key, claimed, draw)):
-            continue  # another draw was stored first
-        own_draw = _StoredDraw.of(claimed, draw)
-        return (yield from _meta_of(session_state, request, own_draw.share(share_number)))
+        handles = iter(np.stack([claimed.rows, claimed.generations], axis=1).tolist())
+        own_draw = [list(islice(handles, len(part))) for part in draw]
+        if key is None or (yield from _store_draw(session_state, request, key, claimed, own_draw)):
+            samples = _samples_of(share(own_draw, share_number))
+            return (yield from _meta_of(session_state, request, samples))
+        # Another draw was stored first.
 
 
 def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
@@ -268,62 +272,41 @@ def _build_meta(
     return (yield from build_batch_meta(session_state, request.partition, samples, request.fields, status=1))
 
 
-def _lengths(ready: c.Claimed) -> Lengths:
-    """Return a function that reads the lengths of ready samples from their tags (1 without the tag)."""
-    view = PartitionView(partition="", ready=ready)  # only its tags are read
-
-    def lengths(indexes: Sequence[int]) -> list[int]:
-        tags = view.get_custom_meta(indexes)
-        return [int(tags.get(index, {}).get(LENGTH_TAG, 1)) for index in indexes]
-
-    return lengths
-
-
 # --- shared draws, stored in the service
 
 
-@dataclass(frozen=True)
-class _StoredDraw:
-    """A draw whose samples are claimed. shares: per share, the positions of its samples in `rows` and `generations`."""
+StoredDraw: TypeAlias = list[list[list[int]]]
+"""A draw whose samples are claimed: for each share, the row and the generation of its samples."""
 
-    rows: list[int]
-    generations: list[int]
-    shares: list[list[int]]
 
-    @classmethod
-    def of(cls, claimed: c.Claimed, draw: Draw) -> _StoredDraw:
-        return cls(claimed.rows.tolist(), claimed.generations.tolist(), draw.shares)
-
-    def share(self, number: int) -> c.Samples:
-        """Return the samples of one share; empty for an unknown share."""
-        positions = self.shares[number] if 0 <= number < len(self.shares) else []
-        rows, generations = np.array(self.rows, np.int64), np.array(self.generations, np.int64)
-        return c.Samples(rows=rows[positions], generations=generations[positions])
+def _samples_of(handles: Sequence[Any]) -> c.Samples:
+    """Return the samples of one share of a stored draw."""
+    pairs = np.array(handles, np.int64).reshape(-1, 2)
+    return c.Samples(rows=pairs[:, 0].copy(), generations=pairs[:, 1].copy())
 
 
 def _draw_id(partition: str, task: str, key: str) -> str:
     return json.dumps([partition, task, key])
 
 
-def _load_draw(session_state: SessionState, request: BatchRequest, key: str) -> Operation[_StoredDraw | None]:
+def _load_draw(session_state: SessionState, request: BatchRequest, key: str) -> Operation[StoredDraw | None]:
     """Return the draw that a process stored for this key, or None."""
     draw_id = _draw_id(request.partition, request.task, key)
     try:
         values = yield from get.get(session_state, [draw_id], ADAPTER, [DRAW], copy=True)
     except NotFoundError:
         return None
-    return _StoredDraw(**values[DRAW][0])
+    return values[DRAW][0]  # type: ignore[no-any-return]
 
 
 def _store_draw(
-    session_state: SessionState, request: BatchRequest, key: str, claimed: c.Claimed, draw: Draw
+    session_state: SessionState, request: BatchRequest, key: str, claimed: c.Claimed, draw: StoredDraw
 ) -> Operation[bool]:
     """Store the draw for the callers that share it. If another draw was stored first, release this claim and return
     False."""
     draw_id = _draw_id(request.partition, request.task, key)
-    values = {DRAW: [vars(_StoredDraw.of(claimed, draw))]}
     try:
-        yield from put(session_state, [draw_id], ADAPTER, values, mode="create")
+        yield from put(session_state, [draw_id], ADAPTER, {DRAW: [draw]}, mode="create")
     except SampleExistsError:
         # Nack: the samples can be claimed again.
         samples = c.Samples(rows=claimed.rows, generations=claimed.generations)

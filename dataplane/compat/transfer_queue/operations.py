@@ -9,13 +9,10 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
-from dataplane.client.operations.partitions import stats
 from dataplane.client.operations.put import put_rows
-from dataplane.client.operations.sample_names import ids_of, samples_of, send_for_samples
+from dataplane.client.operations.sample_names import ids_of
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.compat.transfer_queue import columns
@@ -29,7 +26,6 @@ from dataplane.errors import (
     SampleNotFoundError,
     SchemaError,
     StaleSampleError,
-    TaskNotFoundError,
     first_few,
 )
 from dataplane.ledger import commands as c
@@ -80,7 +76,7 @@ def build_batch_meta(
 ) -> Operation[BatchMeta]:
     """Build the meta of samples that the service returned, with those of `fields` that any of them has. status: the
     production status of all of them, if known."""
-    locations = yield from _locate_fields(session_state, partition, samples, fields)
+    locations = yield from locate_fields(session_state, partition, samples, fields)
     count = len(samples.ids)
     known_fields = columns.known_fields(locations, fields)
     # Per sample: whether it has all of `fields` that the partition has; False if the partition has none of them.
@@ -95,7 +91,7 @@ def build_batch_meta(
     return meta._with_handles(list(samples.ids), samples.rows.tolist())
 
 
-def _locate_fields(
+def locate_fields(
     session_state: SessionState, partition: str, samples: SampleList, fields: Sequence[str]
 ) -> Operation[Sequence[c.FieldLocations]]:
     """Return where these fields of the samples are stored, with their hidden columns (see `put`). Missing fields and
@@ -150,24 +146,6 @@ def _look_up_indexes(
 # --- by key
 
 
-def meta_of_keys(
-    session_state: SessionState, keys: Sequence[str], partition: str, create: bool
-) -> Operation[BatchMeta]:
-    """Return the meta of the samples with these keys, with the fields that all of them have. `create` adds missing
-    samples, without fields."""
-    try:
-        if create:
-            yield from put(session_state, keys, partition, fields=None)
-        samples = yield from list_samples_of_keys(session_state, keys, partition)
-        if len(samples.ids) < len(keys):
-            missing = sorted(set(keys).difference(samples.ids))
-            log.warning("partition %r: the keys %s were not found", partition, first_few(missing))
-        return (yield from build_batch_meta(session_state, partition, samples, samples.fields))
-    except PartitionNotFoundError:
-        log.warning("partition %r was not found; an empty meta is returned", partition)
-        return BatchMeta.empty()
-
-
 def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
     """List the samples of these keys. Missing keys are omitted; a repeated key gets repeated entries."""
     samples = by_key = c.Samples(ids=tuple(keys))
@@ -186,51 +164,12 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
     )
 
 
-def put_keys(
-    session_state: SessionState,
-    keys: Sequence[str],
-    partition: str,
-    fields: Mapping[str, Any] | TensorDictBase | None,
-    tags: Sequence[Mapping[str, Any]] | None,
-) -> Operation[tuple[list[dict[str, Any]], list[str]]]:
-    """Put by key. Return all tags of each sample, and the fields that all of them have, after the put."""
-    committed = yield from put(session_state, keys, partition, fields, tag_columns(tags, len(keys)), listed=True)
-    return tags_of(committed.tags, len(keys)), sorted(committed.fields)
-
-
 def clear_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[None]:
     """Drop the samples of these keys. Unknown keys are ignored, as is an unknown partition."""
     try:
         yield Send(c.Clear(partition=partition, samples=c.Samples(ids=tuple(keys))))
     except PartitionNotFoundError:
         log.warning("partition %r was not found; no keys were cleared", partition)
-
-
-def list_keys(session_state: SessionState, partition: str | None) -> Operation[dict[str, dict[str, Any]]]:
-    """Return the tags of every key, by partition. An unknown partition has no entry."""
-    names = (yield from partitions(session_state)) if partition is None else [partition]
-    tags_by_partition: dict[str, dict[str, Any]] = {}
-    for name in names:
-        try:
-            samples = yield from list_samples(session_state, name)
-        except PartitionNotFoundError:
-            continue
-        tags_by_key = dict(zip(samples.ids, tags_of(samples.tags, len(samples.ids)), strict=True))
-        if UNNAMED in "\n".join(samples.ids):  # one search of all ids: most partitions have no sample without a key
-            tags_by_key = {key: tags for key, tags in tags_by_key.items() if is_key(key)}
-        tags_by_partition[name] = tags_by_key
-    return tags_by_partition
-
-
-def keys_of_indexes(session_state: SessionState, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
-    """Return the key of the sample with each global index, or None if the sample has no key or does not exist.
-    `TransferQueueError` for an unknown partition."""
-    try:
-        samples = yield from list_samples(session_state, partition)
-    except PartitionNotFoundError:
-        raise TransferQueueError(f"kv_retrieve_keys: partition {partition!r} was not found") from None
-    keys = {index: name for index, name in zip(samples.generations.tolist(), samples.ids, strict=True) if is_key(name)}
-    return [keys.get(index) for index in indexes]
 
 
 # --- by meta
@@ -306,122 +245,3 @@ def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, A
         fields = data if len(parts) == 1 else columns.rows_at(data, positions)  # one part has all rows
         encoded_tags = tag_columns(tags, len(tags)) if any(tags) else ()
         yield from put(session_state, samples, samples.partition_id, fields, encoded_tags)
-
-
-def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
-    """Drop the samples of a meta. Samples that no longer exist are ignored."""
-    for part in meta.chunk_by_partition():
-        partition = part.partition_ids[0]
-        try:
-            rows, generations = part._rows, part.global_indexes
-            if rows is None:  # a meta that the caller built from global indexes
-                existing = yield from list_samples(session_state, partition)
-                chosen = np.isin(existing.generations, generations)
-                rows, generations = existing.rows[chosen].tolist(), existing.generations[chosen].tolist()
-            samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
-            yield Send(c.Clear(partition=partition, samples=samples))
-        except PartitionNotFoundError:
-            log.info("partition %r was not found; no samples were cleared", partition)
-
-
-def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
-    """Merge the meta's tags into those of its samples. An unknown partition is ignored."""
-    for part in meta.chunk_by_partition():
-        try:
-            for positions, samples in (yield from resolve_samples(session_state, part)):  # only one pair
-                tags = tag_columns([part.custom_meta[position] for position in positions], len(positions))
-                command = c.SetTags(partition=samples.partition_id, samples=samples_of(samples), tags=tags)
-                yield from send_for_samples(samples.sample_ids, command)
-        except PartitionNotFoundError:
-            log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
-
-
-def meta_of_partition(session_state: SessionState, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
-    """Return the meta of every sample, ready or not, claimed or not. fields: see `build_batch_meta`."""
-    samples = yield from list_samples(session_state, partition)
-    return (yield from build_batch_meta(session_state, partition, samples, fields))
-
-
-# --- partitions and tasks
-
-
-def partitions(session_state: SessionState) -> Operation[list[str]]:
-    """Return the names of all partitions except the adapter's own."""
-    report = yield from stats(session_state)
-    return [part.partition for part in report.partitions if part.partition != ADAPTER]
-
-
-def consumption_status(
-    session_state: SessionState, task: str, partition: str, expected: int
-) -> Operation[tuple[Tensor | None, Tensor | None]]:
-    """Return the global indexes `[N]` of the samples, and `[N]` with 1 for each sample that the task has claimed,
-    otherwise 0. (None, None) for an unknown partition.
-
-    expected: the number of samples that the partition must have had before it can count as consumed. Each of them that
-    has not been created yet has the index -1 and the status 0.
-    """
-    try:
-        samples = yield from list_samples(session_state, partition)
-    except PartitionNotFoundError:
-        return None, None
-    peek = c.Claim(
-        partition=partition, task=task, fields=(), batch_size=MAX_SAMPLES, min_batch_size=1, blocking=False, peek=True
-    )
-    try:
-        unclaimed = (yield Send(peek)).result.generations  # without fields, every unclaimed sample is ready
-    except TaskNotFoundError:
-        unclaimed = samples.generations  # a task that does not exist has claimed nothing
-    not_created = 0
-    if len(samples.generations) < expected:
-        # Cleared samples count as created, so the number of live samples is not enough.
-        report = yield from stats(session_state)
-        created = sum(part.born for part in report.partitions if part.partition == partition)
-        not_created = max(expected - created, 0)
-    claimed = ~np.isin(samples.generations, unclaimed)
-    # Copied, because torch has no read-only tensors, and received arrays can be read-only.
-    return (
-        torch.cat([torch.from_numpy(samples.generations.copy()), torch.full((not_created,), -1)]),
-        torch.cat([torch.from_numpy(claimed.astype(np.int8)), torch.zeros(not_created, dtype=torch.int8)]),
-    )
-
-
-def production_status(
-    session_state: SessionState, fields: Sequence[str], partition: str
-) -> Operation[tuple[Tensor | None, Tensor | None]]:
-    """Return the global indexes `[N]` of the samples, and `[N, F]` with 1 for each field that was put, otherwise 0.
-    As in the original, each field has one column, in the order in which the partition got the
-    fields, whatever the order and the repetitions of `fields`.
-    (None, None) for an unknown partition or field, and without fields."""
-    try:
-        known = (yield Send(c.Describe(partition=partition))).result.fields
-        if not fields or any(name not in known for name in fields):
-            return None, None
-        requested = set(fields)
-        fields = [name for name in known if name in requested]
-        samples = yield from list_samples(session_state, partition)
-        locations = yield from _locate_fields(session_state, partition, samples, fields)
-    except PartitionNotFoundError:
-        return None, None
-    status = columns.produced(locations, len(samples.ids), fields)
-    # Copied, because torch has no read-only tensors, and received arrays can be read-only.
-    return torch.from_numpy(samples.generations.copy()), torch.from_numpy(status)
-
-
-def reset_claims(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
-    """Reset the claims of the task (None: of all tasks). Return False if samples were cleared during every try. An
-    unknown partition is logged and has nothing to reset."""
-    for _ in range(TRIES):
-        try:
-            tasks = (yield Send(c.Describe(partition=partition))).result.tasks
-            live = yield from list_samples(session_state, partition)
-            samples = c.Samples(rows=live.rows, generations=live.generations)
-            for name in tasks:
-                if task is None or name == task:
-                    # Without claim ids: all samples that are not on lease, whichever claim consumed them.
-                    yield Send(c.Nack(partition=partition, task=name, samples=samples))
-        except PartitionNotFoundError:
-            log.warning("partition %r was not found; no claims were reset", partition)
-        except StaleSampleError:
-            continue  # a sample was cleared after it was listed
-        return True  # also if the partition was not found
-    return False

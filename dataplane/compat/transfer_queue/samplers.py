@@ -4,15 +4,16 @@ that ranks share are stored in the service, so that any process can request them
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from dataplane.data.packing.balance import deal
 
-Lengths = Callable[[Sequence[int]], Sequence[int]]
-"""Returns the length of each of these samples."""
+T = TypeVar("T")
+Draw: TypeAlias = list[list[int]]
+"""A draw that several callers share: the global indexes of the samples of each share."""
 
 LENGTH_TAG = "total_lengths"
 
@@ -58,24 +59,6 @@ class BaseSampler(ABC):
         self._states = state["_states"]
 
 
-class Draw(NamedTuple):
-    """A draw that several callers share: the global indexes of its samples, and for each share the positions of its
-    samples in that list."""
-
-    samples: list[int]
-    shares: list[list[int]]
-
-    @classmethod
-    def whole(cls, samples: list[int]) -> Draw:
-        """Return a draw with one share, which has all samples."""
-        return cls(samples, [list(range(len(samples)))])
-
-    def share(self, number: int) -> list[int]:
-        """Return the samples of one share; empty for an unknown share."""
-        positions = self.shares[number] if 0 <= number < len(self.shares) else []
-        return [self.samples[position] for position in positions]
-
-
 class DrawingSampler(BaseSampler):
     """A sampler with shared draws: all calls with the same `draw_key`, from any process, get a share of the same draw,
     until the partition is cleared. `first_only`: the sampler uses the oldest samples only.
@@ -86,8 +69,9 @@ class DrawingSampler(BaseSampler):
     first_only = False
 
     @abstractmethod
-    def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
-        """Draw from the ready samples (global indexes, oldest first). Return None if too few are ready."""
+    def draw(self, ready: list[int], batch_size: int, partition: Any) -> Draw | None:
+        """Draw from the ready samples (global indexes, oldest first). Return None if too few are
+        ready. partition: a view of their tags (None: without tags)."""
 
     def wanted(self, batch_size: int) -> int:
         """Return the number of ready samples that a draw needs."""
@@ -118,13 +102,13 @@ class DrawingSampler(BaseSampler):
         draws_by_key = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         draw: Draw | None = None if key is None else draws_by_key.get(key)
         if draw is None:
-            draw = self.draw(list(ready_indexes), batch_size, _lengths_from(kwargs.get("partition")))
+            draw = self.draw(list(ready_indexes), batch_size, kwargs.get("partition"))
             if draw is None:
                 return [], []
             if key is not None:
                 draws_by_key[key] = draw
-        given = draw.share(share_number)
-        return given, list(given)  # all given samples are consumed
+        given = share(draw, share_number)
+        return list(given), list(given)  # all given samples are consumed
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
@@ -139,8 +123,8 @@ class SequentialSampler(DrawingSampler):
 
     first_only = True
 
-    def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw:
-        return Draw.whole(ready[:batch_size])
+    def draw(self, ready: list[int], batch_size: int, partition: Any) -> Draw:
+        return [ready[:batch_size]]
 
     def draw_key(self, config: Mapping[str, Any]) -> str | None:
         return None
@@ -156,13 +140,13 @@ class GRPOGroupNSampler(DrawingSampler):
             raise ValueError(f"n_samples_per_prompt={n_samples_per_prompt}: must be positive")
         self.n_samples_per_prompt = n_samples_per_prompt
 
-    def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
+    def draw(self, ready: list[int], batch_size: int, partition: Any) -> Draw | None:
         """Draw the oldest complete groups. Return None if they are fewer than a batch."""
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size={batch_size}: must be a multiple of n_samples_per_prompt={size}")
         samples = _complete_groups(sorted(ready), size, batch_size // size)
-        return Draw.whole(samples) if len(samples) == batch_size else None
+        return [samples] if len(samples) == batch_size else None
 
 
 class RankAwareSampler(DrawingSampler):
@@ -171,8 +155,8 @@ class RankAwareSampler(DrawingSampler):
 
     first_only = True
 
-    def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
-        return Draw.whole(ready[:batch_size]) if len(ready) >= batch_size else None
+    def draw(self, ready: list[int], batch_size: int, partition: Any) -> Draw | None:
+        return [ready[:batch_size]] if len(ready) >= batch_size else None
 
     def draw_key(self, config: Mapping[str, Any]) -> str:
         """Return the key of the batch that all processes of this rank share."""
@@ -219,21 +203,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     def share_of(self, config: Mapping[str, Any]) -> int:
         return int(config.get("dp_rank", 0))
 
-    def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
+    def draw(self, ready: list[int], batch_size: int, partition: Any) -> Draw | None:
         """Draw a step: one share per rank."""
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size={batch_size}: must be a multiple of n_samples_per_prompt={size}")
-        whole = super().draw(ready, self.wanted(batch_size), lengths)
+        whole = super().draw(ready, self.wanted(batch_size), partition)
         if whole is None:
             return None
-        group_lengths = np.asarray(lengths(whole.samples), dtype=np.int64).reshape(-1, size).sum(axis=1)
-        shares = []
-        for group_numbers in deal(group_lengths, self.dp_size):  # the groups of each rank, with about equal sums
-            # Group g has the positions g * size to g * size + size - 1.
-            first_positions = np.array(group_numbers, dtype=np.int64) * size
-            shares.append((first_positions[:, None] + np.arange(size)).ravel().tolist())
-        return Draw(whole.samples, shares)
+        groups = np.array(whole[0], np.int64).reshape(-1, size)  # of global indexes
+        tags = {} if partition is None else partition.get_custom_meta(whole[0])
+        lengths = [int(tags.get(index, {}).get(LENGTH_TAG, 1)) for index in whole[0]]
+        group_lengths = np.array(lengths, np.int64).reshape(-1, size).sum(axis=1)
+        # The groups of each rank, with about equal sums.
+        return [groups[numbers].ravel().tolist() for numbers in deal(group_lengths, self.dp_size)]
 
 
 NAMED: dict[str, type[DrawingSampler]] = {
@@ -258,11 +241,6 @@ def _complete_groups(indexes: list[int], size: int, count: int) -> list[int]:
     return samples
 
 
-def _lengths_from(partition: Any) -> Lengths:
-    """Return a function that reads the lengths of samples (default 1) from the tags in `partition` (None: no tags)."""
-
-    def lengths(indexes: Sequence[int]) -> list[int]:
-        tags = {} if partition is None else partition.get_custom_meta(list(indexes))
-        return [int(tags.get(index, {}).get(LENGTH_TAG, 1)) for index in indexes]
-
-    return lengths
+def share(draw: Sequence[T], number: int) -> T | Sequence[Any]:
+    """Return one share of a draw; empty for an unknown share."""
+    return draw[number] if 0 <= number < len(draw) else ()
