@@ -1,6 +1,7 @@
 """`tq`, the command line: runs a service, inspects a running one, changes, saves, restores and checks it.
 
-Each command is in a separate file; `app` assembles them. Commands import slow modules only when they run.
+`serve` runs a service, `inspection` and `top` look inside, `changes` changes and saves, `doctor` checks;
+`app` assembles the commands. They import slow modules only when they run.
 """
 
 from __future__ import annotations

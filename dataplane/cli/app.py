@@ -10,23 +10,19 @@ from typing import Annotated
 
 import typer
 
-from dataplane.cli.checkpoint import checkpoint, restore
-from dataplane.cli.clear import clear
+from dataplane.cli.changes import checkpoint, clear, drain, drop, restore
 from dataplane.cli.doctor import doctor
-from dataplane.cli.drain import drain, drop
 from dataplane.cli.flags import typer_command
-from dataplane.cli.ls import ls
+from dataplane.cli.inspection import ls, show, status, why
 from dataplane.cli.output import print_notice
-from dataplane.cli.serve import serve
-from dataplane.cli.show import show
-from dataplane.cli.status import status
+from dataplane.cli.serve import serve, unit
 from dataplane.cli.top import top
-from dataplane.cli.unit import unit
-from dataplane.cli.why import why
 from dataplane.errors import DataPlaneError
 
 NAME = "tq"
-DONE, REFUSED, WRONG_ARGUMENTS = 0, 1, 2
+DONE = 0
+REFUSED = 1
+WRONG_ARGUMENTS = 2
 
 app = typer.Typer(
     name=NAME,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dataplane.cli.flags import Address, Json, TargetFlags
-from dataplane.cli.formatting import counted, readable, shown
-from dataplane.cli.output import console, print_json
+from dataplane.cli.output import console, counted, print_json, readable, shown
 from dataplane.config import MIB, DataPlaneConfig
 
 if TYPE_CHECKING:

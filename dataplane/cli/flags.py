@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dataplane.cli.formatting import size
+from dataplane.cli.output import size
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 
 _security = functools.partial(typer.Option, rich_help_panel="Security")

@@ -1,12 +1,17 @@
-"""A session with a running service, and the queries that several commands share."""
+"""A session with a running service, the queries that several commands share, and the shell completion
+of names, which the service is asked for."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from dataplane.cli.formatting import shown
+import typer
+
+from dataplane.cli.flags import TargetFlags
+from dataplane.cli.output import shown
 
 if TYPE_CHECKING:
     from dataplane.client.rpc.channel import ControllerChannel
@@ -89,3 +94,55 @@ def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
     known = ", ".join(f"{each.unit} {shown(each.name)}" for each in units) or "none"
     why = "several units have this name, pass a number" if matching else "not found"
     raise InvalidRequestError(f"storage unit {unit!r}: {why}; the service has {known}")
+
+
+# --- shell completion of names
+
+COMPLETION_S = 0.4
+"""Time limit in seconds for the connection and for the answer, because a user waits."""
+PLAIN = frozenset("_-./:@+,")
+"""Characters without a special meaning in any shell, besides letters and digits."""
+
+
+def _completion(
+    names_in: Callable[[c.StatsReport, dict[str, Any]], list[str]],
+) -> Callable[[typer.Context], list[str]]:
+    """Return a completion of the names that `names_in` finds in a report of the service, given the
+    arguments on the command line. It returns none without an address or a quick answer, and on any
+    error, because completion cannot report errors.
+
+    Users of the service choose these names, and a shell inserts them verbatim. Names with
+    characters that are special to a shell, and names that look like an option, are therefore not
+    completed.
+    """
+
+    def complete(context: typer.Context) -> list[str]:
+        with contextlib.suppress(Exception):
+            flags = {name: context.params.get(name) for name in TargetFlags.__dataclass_fields__}
+            config = TargetFlags(**flags).config("completion")
+            config = replace(config, connect_timeout_s=COMPLETION_S, call_timeout_s=COMPLETION_S)
+            with session(config) as channel:
+                names = names_in(stats(channel), context.params)
+            return [name for name in names if name[:1] != "-" and all(char.isalnum() or char in PLAIN for char in name)]
+        return []
+
+    return complete
+
+
+partitions = _completion(lambda report, _: [part.partition for part in report.partitions])
+units = _completion(lambda report, _: [unit.name for unit in report.units])
+# Tasks and fields of the partition on the command line; of the fields, those not given there.
+tasks_of = _completion(
+    lambda report, given: [
+        name for part in report.partitions if part.partition == given.get("partition") for name in part.claimed
+    ]
+)
+fields_of = _completion(
+    lambda report, given: [
+        name
+        for part in report.partitions
+        if part.partition == given.get("partition")
+        for name in part.produced
+        if name not in (given.get("fields") or ())
+    ]
+)

@@ -1,25 +1,30 @@
-"""`tq top`."""
+"""`tq top`, and the throughput of a service, read from its HTTP port (`tq serve --metrics`)."""
 
 from __future__ import annotations
 
+import http.client
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
+import msgspec
 import typer
 
 from dataplane.cli.flags import Address, Json, TargetFlags
-from dataplane.cli.formatting import ago, counted, duration, readable, shown
-from dataplane.cli.output import console, print_json, table
+from dataplane.cli.output import ago, console, counted, duration, print_json, readable, shown, table
 from dataplane.cli.session import not_shown, session, stats, waits, waits_not_shown
-from dataplane.cli.throughput import FlowRates, fetch_rates, parse_http_address
 from dataplane.config import DataPlaneConfig
+from dataplane.core.addresses import split_address
+from dataplane.errors import ServiceUnavailableError
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
 
     from dataplane.client.rpc.channel import ControllerChannel
+    from dataplane.controller.metrics.throughput import FlowReport
     from dataplane.ledger import commands as c
 
 _BAR = 20
@@ -40,7 +45,8 @@ _PARTITION_COLUMNS = (
     "",
 )
 _TASK_COLUMNS = ("task", "of partition", ">ready", ">leased", ">held", ">claimed", ">lag", ">waiting", "wants")
-_SHORTEST_S, _LONGEST_S = 0.1, 86400
+_SHORTEST_S = 0.1
+_LONGEST_S = 86400
 _WAIT_COLUMNS = ("waits", "for", "of partition", ">wants", ">ready", ">since", ">times out in")
 
 
@@ -202,7 +208,8 @@ def frame(address: str, before: Snapshot, after: Snapshot, *, most_units: int | 
     from rich.console import Group
     from rich.text import Text
 
-    report, partition_rates = after.report, rates(before, after)
+    report = after.report
+    partition_rates = rates(before, after)
     parts: list[RenderableType] = [Text(_summary(address, after, partition_rates), style="bold")]
     if after.flow is not None:
         parts.append(Text(_flow_summary(after.flow), style="bold"))
@@ -319,10 +326,12 @@ def _wait_row(wait: c.Wait, now: float) -> tuple[object, ...]:
     now: the time of the service."""
     if wait.task == "":  # a put
         what = "space"
-        wanted, ready = readable(wait.wanted), readable(wait.ready)
+        wanted = readable(wait.wanted)
+        ready = readable(wait.ready)
     else:
         what = f"task {shown(wait.task)}: {', '.join(map(shown, wait.fields)) or 'any sample'}"
-        wanted, ready = str(wait.wanted), str(wait.ready)
+        wanted = str(wait.wanted)
+        ready = str(wait.ready)
     times = ago(now - wait.since), ago(wait.until - now)
     return shown(wait.client), what, shown(wait.partition), wanted, ready, *times
 
@@ -332,3 +341,89 @@ def _warning(text: str) -> RenderableType:
     from rich.text import Text
 
     return Text(text, style="bold yellow")
+
+
+_WAIT_S = 5.0
+"""Time limit of the connection and of each read."""
+_PATH = "/api/flow"
+_LONGEST_MEAN_S = 60
+"""Maximum time in seconds over which rates are averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowRates:
+    """Samples and bytes per second."""
+
+    puts: float
+    put_bytes: float
+    gets: float
+    get_bytes: float
+    claims: float
+    clears: float
+
+
+def parse_http_address(text: str, address: str) -> tuple[str, int]:
+    """Parse a URL, host:port, or a port on the host of `address` to (host, port). Raises ValueError for anything
+    else."""
+    # `urlsplit` finds a host only after "//".
+    if text.isascii() and text.isdigit():
+        text = f"//{address.rpartition(':')[0]}:{text}"
+    elif "//" not in text:
+        text = f"//{text}"
+    return split_address(urlsplit(text).netloc)
+
+
+def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
+    """Return the mean rates of the last `seconds`. Raises `ServiceUnavailableError`, with the reason, on failure."""
+    from dataplane.controller.metrics.throughput import FlowReport
+
+    try:
+        body = _fetch(host_port, config)
+        report = msgspec.json.decode(body, type=FlowReport)
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+        why = (
+            f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed, and the "
+            "service's token if it has one (--token-file or TQ_TOKEN)"
+        )
+        raise ServiceUnavailableError(address=f"{host_port[0]}:{host_port[1]}", why=why) from error
+    return _mean_rates(report, max(1, min(round(seconds), _LONGEST_MEAN_S)))  # the report has one value per second
+
+
+def _fetch(host_port: tuple[str, int], config: DataPlaneConfig) -> bytes:
+    """Return the body of the service's answer. OSError or HTTPException if there is none, or if its status is not
+    200."""
+    token = config.secret()
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    connection = http.client.HTTPConnection(*host_port, timeout=_WAIT_S)
+    connection.sock = _connect(host_port, config)  # instead of the connection's own socket, which has no TLS
+    try:
+        connection.request("GET", _PATH, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+    finally:
+        connection.close()
+    if response.status != http.client.OK:
+        raise OSError(f"the answer is {response.status} {response.reason}")
+    return body
+
+
+def _connect(host_port: tuple[str, int], config: DataPlaneConfig) -> socket.socket:
+    """Connect to the HTTP port, with TLS if it is configured."""
+    plain = socket.create_connection(host_port, timeout=_WAIT_S)
+    if config.tls is None:
+        return plain
+    from dataplane.protocol.tls import client_context
+
+    context = client_context(config.tls)
+    context.set_alpn_protocols(["http/1.1"])  # instead of HTTP/2
+    try:
+        return context.wrap_socket(plain, server_hostname=config.tls.server_name or host_port[0])
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _mean_rates(report: FlowReport, seconds: int) -> FlowRates:
+    """Return the mean of the last `seconds` values of each series; `FlowReport` has them under the same names."""
+    names = FlowRates.__dataclass_fields__
+    return FlowRates(**{name: sum(getattr(report, name)[-seconds:]) / seconds for name in names})

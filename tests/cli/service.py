@@ -18,8 +18,8 @@ from tests.conftest import our_files
 TQ = [
     sys.executable,
     "-c",
-    "import sys; from dataplane.cli import completion, main; from dataplane.config import DataPlaneConfig; "
-    "DataPlaneConfig.__init__.__kwdefaults__['connect_timeout_s'] = completion.WAIT_S = 60.0; sys.exit(main())",
+    "import sys; from dataplane.cli import main, session; from dataplane.config import DataPlaneConfig; "
+    "DataPlaneConfig.__init__.__kwdefaults__['connect_timeout_s'] = session.COMPLETION_S = 60.0; sys.exit(main())",
 ]
 """`tq`, but for how long it waits for a service: one in a test process may be slow to answer on a busy machine."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import signal
 
 import pytest
 
 from dataplane import DataPlaneClient, DataPlaneConfig
-from dataplane.cli import main
+from dataplane.cli import changes, main
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import MIB
 from dataplane.ledger import commands as c
@@ -21,7 +20,6 @@ from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 
-draining = importlib.import_module("dataplane.cli.drain")  # the package has the verb under that name
 OTHER = DataPlaneConfig(capacity_bytes=8 * MIB)
 
 
@@ -60,7 +58,7 @@ def test_a_drain_that_cannot_be_is_exit_1_and_can_be_undone(
 def test_it_is_said_how_far_it_is(
     filled: DataPlaneClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "_ELSEWHERE_S", 0.0)
+    monkeypatch.setattr(changes, "_ELSEWHERE_S", 0.0)
     with StorageUnit(OTHER, str(filled.config.address), name="other"):
         assert main(["drain", "unit-0"]) == 0
         first, *_, last = capsys.readouterr().err.splitlines()
@@ -77,7 +75,7 @@ def test_an_interrupt_undoes_it(
     def interrupt(line: object, progress: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draining._ProgressLine, "show", interrupt)
+    monkeypatch.setattr(changes._ProgressLine, "show", interrupt)
     with StorageUnit(OTHER, str(filled.config.address), name="other"):
         if before:
             with contextlib.closing(ControllerChannel.open(filled.config)) as channel:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dataplane import DataPlaneConfig, ServiceUnavailableError, connect, serve
-from dataplane.cli import main, throughput
-from dataplane.cli.throughput import fetch_rates, parse_http_address
+from dataplane.cli import main
+from dataplane.cli.top import fetch_rates, parse_http_address
 from dataplane.config import MIB
 from tests.restarts import wait_until
 from tests.secure import tls
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer to answer than somebody who watches would wait."""
-    monkeypatch.setattr(throughput, "_WAIT_S", 60.0)
+    monkeypatch.setattr("dataplane.cli.top._WAIT_S", 60.0)
 
 
 @pytest.mark.parametrize(

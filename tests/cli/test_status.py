@@ -98,8 +98,8 @@ NOT CONNECTED
 def test_every_figure_stands_where_it_belongs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.cli.status.session", contextlib.nullcontext)
-    monkeypatch.setattr("dataplane.cli.status.stats", lambda _: REPORT)
+    monkeypatch.setattr("dataplane.cli.inspection.session", contextlib.nullcontext)
+    monkeypatch.setattr("dataplane.cli.inspection.stats", lambda _: REPORT)
     assert main(["status", "here:1"]) == 0
     assert capsys.readouterr().out == f"{SAID}\n"
 

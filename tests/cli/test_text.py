@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.cli.formatting import ago, size
+from dataplane.cli.output import ago, size
 from dataplane.config import MIB
 
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from dataplane import DataPlaneClient, DataPlaneConfig, KVBatchMeta, StreamingDataLoader
-from dataplane.cli.formatting import duration, time_limit
+from dataplane.cli.output import duration, time_limit
 from dataplane.cli.top import _interval
 from dataplane.client.operations import claim, drain_unit
 from dataplane.compat.nemo_rl.client import as_timeout as of_nemo_rl

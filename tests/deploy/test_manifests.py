@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from dataplane.cli.formatting import size
+from dataplane.cli.output import size
 from tests.deploy.manifests import DEPLOY, ROOT, Document, containers, documents, pod_templates, tq_commands
 from tests.documents import flags_of
 

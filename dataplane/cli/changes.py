@@ -1,4 +1,4 @@
-"""`tq drain` and `tq drop`."""
+"""`tq clear`, `tq checkpoint`, `tq restore`, `tq drain` and `tq drop`: change and save a service."""
 
 from __future__ import annotations
 
@@ -9,20 +9,128 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dataplane
-from dataplane.cli.completion import units
 from dataplane.cli.flags import Json, TargetFlags
-from dataplane.cli.formatting import counted, readable, shown, time_limit
-from dataplane.cli.output import print_either, print_notice
-from dataplane.cli.session import ask, session, unit_stats
-from dataplane.errors import DrainError
+from dataplane.cli.output import counted, print_either, print_notice, readable, shown, time_limit
+from dataplane.cli.session import ask, partition_stats, partitions, session, unit_stats, units
+from dataplane.errors import DrainError, PartitionExistsError
 
 if TYPE_CHECKING:
-    from dataplane import DataPlaneClient
+    from dataplane import CheckpointInfo, DataPlaneClient
     from dataplane.client.operations.drain_unit import Drained, DrainProgress
     from dataplane.config import DataPlaneConfig
     from dataplane.ledger import commands as c
 
-_TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
+
+def clear(
+    *,
+    partition: Annotated[
+        str, typer.Argument(metavar="PARTITION", help="Name of the partition.", autocompletion=partitions)
+    ],
+    samples: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SAMPLES]...", help="Drop only these (default: the whole partition with its schema)."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", metavar="", help="Do not ask before a whole partition is dropped.")
+    ] = False,
+    target: TargetFlags,
+    json: Json = False,
+) -> int:
+    """Drop samples, or a whole partition with its schema and the calls that wait on it.
+
+    Exit code 1 if a sample or the partition does not exist; existing samples are dropped.
+    """
+    from dataplane.ledger import commands as c
+
+    ids = tuple(dict.fromkeys(samples or ()))  # without ids: the whole partition
+    with session(target.config("clear")) as channel:
+        stats = partition_stats(channel, partition)  # raises an error if the partition does not exist
+        if not ids and not yes:
+            waiting = ""
+            if stats.waiting_claims:
+                waiting = f", and {counted(stats.waiting_claims, 'claim')} waiting for more"
+            content = f"{counted(stats.live, 'live sample')}, {readable(stats.live_bytes)}{waiting}"
+            question = f"Drop the whole partition {shown(partition)} ({content})?"
+            typer.confirm(question, abort=True, err=True)
+        count = ask(channel, c.Clear(partition=partition, samples=c.Samples(ids=ids) if ids else None)).count
+    whole = "" if ids else ", and the partition itself"
+    text = f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}"
+    print_either({"partition": partition, "cleared": count}, text, json=json)
+    if count < len(ids):
+        print_notice(f"tq: {len(ids) - count} of {counted(len(ids), 'sample')} not found")
+        return 1
+    return 0
+
+
+AddressAndPath = Annotated[
+    list[str],
+    typer.Argument(metavar="[ADDRESS] PATH", help="host:port of the controller, and the checkpoint's directory."),
+]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--partition",
+        metavar="NAME",
+        help="Only this partition; may be repeated (default: all).",
+        autocompletion=partitions,
+    ),
+]
+
+
+def checkpoint(
+    *, address_and_path: AddressAndPath, partition: Partitions = None, target: TargetFlags, json: Json = False
+) -> int:
+    """Save a consistent snapshot of partitions to a directory."""
+    client, path = _connect("checkpoint", address_and_path, target)
+    with client:
+        info = client.checkpoint(path, partition or None)
+    print_either(info, f"checkpoint of {_summarize_checkpoint(info)} at {info.path}", json=json)
+    return 0
+
+
+def restore(
+    *,
+    address_and_path: AddressAndPath,
+    partition: Partitions = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", metavar="", help="Drop existing partitions of the same names.")
+    ] = False,
+    target: TargetFlags,
+    json: Json = False,
+) -> int:
+    """Restore the partitions of a checkpoint, all or none."""
+    client, path = _connect("restore", address_and_path, target)
+    with client:
+        try:
+            info = client.restore(path, partition or None, replace=replace)
+        except PartitionExistsError as error:
+            raise ValueError(
+                f"partition {error.partition!r} exists already; clear it (`tq clear`), restore only others "
+                "(--partition), or replace it (--replace)"
+            ) from error
+    print_either(info, f"restored {_summarize_checkpoint(info)} from {info.path}", json=json)
+    return 0
+
+
+def _summarize_checkpoint(info: CheckpointInfo) -> str:
+    """Summarize the saved or restored partitions in one line."""
+    names = ", ".join(f"{shown(name)} ({counted(count, 'sample')})" for name, count in info.partitions.items())
+    return f"{names or 'no partitions'}, {readable(info.nbytes)} in {counted(info.files, 'file')}"
+
+
+def _connect(name: str, address_and_path: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
+    """Connect a client for the command `name`. Return it and the path of the checkpoint. address_and_path: the
+    positional arguments, [ADDRESS] PATH."""
+    if len(address_and_path) > 2:
+        raise typer.BadParameter(
+            f"got {len(address_and_path)} arguments, expected an optional address and a path", param_hint="PATH"
+        )
+    config = target.config(name, address_and_path[0] if len(address_and_path) == 2 else None)
+    return dataplane.DataPlaneClient(config).connect(), address_and_path[-1]
+
+
+_TERMINAL_S = 0.2
+_ELSEWHERE_S = 10.0
 """Interval in seconds of progress output, on a terminal and otherwise."""
 UnitName = Annotated[
     str,
@@ -62,8 +170,13 @@ def drain(
     """
     if undo and drop:
         raise typer.BadParameter("the flags exclude each other; pass only one", param_hint="--undo and --drop")
+    from dataplane.ledger import commands as c
+
     config = target.config("drain")
-    stats = _select_unit(config, unit, undo=undo)
+    with session(config) as channel:
+        stats = unit_stats(channel, unit)
+        if undo:
+            ask(channel, c.Drain(unit=stats.unit, undo=True))
     if undo:
         facts = {"unit": stats.unit, "name": stats.name}
         print_either(facts, f"storage unit {_label(stats)} takes new rows again", json=json)
@@ -101,17 +214,6 @@ def drop(
     return 0
 
 
-def _select_unit(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
-    """Return the statistics of the unit. With `undo`, then allow new rows on it again."""
-    from dataplane.ledger import commands as c
-
-    with session(config) as channel:
-        stats = unit_stats(channel, unit)
-        if undo:
-            ask(channel, c.Drain(unit=stats.unit, undo=True))
-        return stats
-
-
 def _drain_and_drop(
     config: DataPlaneConfig, stats: c.UnitStats, timeout: float, progress: _ProgressLine, *, drop: bool, force: bool
 ) -> Drained | None:
@@ -122,7 +224,11 @@ def _drain_and_drop(
             drained = client.drain(stats.unit, timeout, force=force, on_progress=progress.show)
         except KeyboardInterrupt:
             progress.end()
-            _undo_after_interrupt(client, stats)
+            if not stats.draining:  # it was not draining before
+                client.undrain(stats.unit)
+            now = "gets no new rows, as before" if stats.draining else "takes new rows again"
+            rest = f"storage unit {_label(stats)} {now}; moved rows stay where they are"
+            print_notice(f"tq: interrupted: {rest}")
             return None
         except DrainError as error:
             progress.end()
@@ -138,14 +244,6 @@ def _drain_and_drop(
             print_notice(f"tq: interrupted: {empty}; {unsure}")
             return None
     return drained
-
-
-def _undo_after_interrupt(client: DataPlaneClient, stats: c.UnitStats) -> None:
-    """Undo the drain after Ctrl-C, unless the unit was already draining before (`stats`). Print the state."""
-    if not stats.draining:
-        client.undrain(stats.unit)
-    now = "gets no new rows, as before" if stats.draining else "takes new rows again"
-    print_notice(f"tq: interrupted: storage unit {_label(stats)} {now}; moved rows stay where they are")
 
 
 class _ProgressLine:
