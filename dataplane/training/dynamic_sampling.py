@@ -67,7 +67,9 @@ class DynamicSampler:
             raise InvalidRequestError(f"batch_size={batch_size}: expected at least 1")
         self._client = client
         self._batch_size = batch_size
-        self._reward_tag, self._group_tag, self._least = reward_tag, group_tag, least
+        self._reward_tag = reward_tag
+        self._group_tag = group_tag
+        self._least = least
         self._kept: list[KVBatchMeta] = []  # the kept samples, oldest first
         self.rounds = 0
         self.dropped = 0

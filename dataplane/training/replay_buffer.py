@@ -194,7 +194,8 @@ class ReplayBuffer:
             raise
         with self._changed:
             del self._running[reservation.number]
-            reservation.committed, reservation.storing = True, False
+            reservation.committed = True
+            reservation.storing = False
             self._stored += len(reservation.sample_ids)
             self._changed.notify_all()
         return meta

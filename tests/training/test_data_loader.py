@@ -21,7 +21,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
     StaleSampleError,
 )
-from dataplane.training.prefetcher import Prefetcher
+from dataplane.training.data_loader import Prefetcher
 from tests.restarts import wait_until
 from tests.service import client, server
 from tests.streams import NEVER_S, TASKS, loader, partition, prefetches, put, rewards
@@ -164,7 +164,7 @@ def test_ranks_get_shares_of_the_same_steps(client: DataPlaneClient, partition: 
 def test_a_wait_ends_in_what_is_missing_and_may_go_on(
     client: DataPlaneClient, partition: str, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataplane.training.prefetcher, "CLAIM_S", 0.05)
+    monkeypatch.setattr(dataplane.training.data_loader, "CLAIM_S", 0.05)
     put(client, partition, [0])
     fields = ["input_ids"]
     with StreamingDataLoader(
