@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
@@ -72,12 +72,14 @@ class Replacement:
     """
 
     def __init__(self, value: str) -> None:
-        self.value, self.error = value, ""
+        self.value = value
+        self.error = ""
         try:
             names = names_in(value)
         except ValueError as error:
             # Raised when a module of the table is imported: at startup, Python would only print it.
-            names, self.error = tuple(MODULES), str(error)
+            names = tuple(MODULES)
+            self.error = str(error)
         self.table = {name: MODULES[name] for name in names}
 
     def find_spec(
@@ -170,3 +172,42 @@ def with_variable(runtime_env: Any, value: str) -> Any:
     if isinstance(variables, Mapping):  # Ray reports the error for any other type
         merged["env_vars"] = {VARIABLE: value, **variables}
     return merged
+
+
+# --- `python -m dataplane.compat.transfer_queue ...`: Python with the switch on
+
+
+def start(name: str) -> NoReturn:
+    """Replace this process by the same interpreter with the same options and the arguments after `-m NAME`, and with
+    `name` (a module of the switch's table) added to TQ_REPLACE.
+
+    Raises SystemExit if the hook is not installed, because the variable then has no effect, and for an invalid value of
+    the variable.
+    """
+    if not any(os.path.isfile(os.path.join(directory, HOOK)) for directory in sys.path):
+        raise SystemExit(f"{HOOK} was not found on sys.path: install the package with `pip install` (see README.md)")
+    try:
+        names = names_in(os.environ.get(VARIABLE, ""))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    value = ",".join(dict.fromkeys([*names, name]))
+    command = [sys.executable, *python_arguments(sys.orig_argv, sys.argv)]
+    os.execve(sys.executable, command, {**os.environ, VARIABLE: value})
+
+
+def python_arguments(command_line: Sequence[str], module_arguments: Sequence[str]) -> list[str]:
+    """Return the options and arguments for Python, without `-m` and the name of the started module.
+
+    command_line: that of this process (`sys.orig_argv`). module_arguments: its name and arguments (`sys.argv`).
+    """
+    arguments = list(module_arguments[1:])
+    options = list(command_line[1 : len(command_line) - len(arguments)])
+    # The last option starts the module. Other flags can precede its "m", as in "-um": they are kept.
+    last = options.pop()
+    if last.startswith("-"):  # "-mNAME"
+        flags = last.partition("m")[0]
+    else:  # "-m" and "NAME"
+        flags = options.pop().removesuffix("m")
+    if flags != "-":
+        options.append(flags)
+    return [*options, *arguments]

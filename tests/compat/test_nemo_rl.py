@@ -23,7 +23,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane.compat.nemo_rl import DataPlaneClient, KVBatchMeta, build_data_plane_client
 from dataplane.compat.nemo_rl.adapter import TQDataPlaneClient
-from dataplane.compat.transfer_queue.defaults import warn_once
+from dataplane.compat.transfer_queue.settings import warn_once
 
 METHODS = {
     "register_partition": (

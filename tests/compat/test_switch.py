@@ -16,8 +16,7 @@ import ray
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
 
-from dataplane.compat import starting, switch
-from dataplane.compat.starting import python_arguments, start
+from dataplane.compat import switch
 from dataplane.compat.switch import (
     ALL,
     HOOK,
@@ -26,7 +25,9 @@ from dataplane.compat.switch import (
     carry_to_jobs,
     install,
     names_in,
+    python_arguments,
     replaced,
+    start,
     with_variable,
 )
 
@@ -256,7 +257,7 @@ def test_what_is_started_in_its_place(full: list[str], own: list[str], command: 
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What this process would become."""
     called: list[Any] = []
-    monkeypatch.setattr(starting.os, "execve", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(switch.os, "execve", lambda *arguments: called.append(arguments))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ours", "job.py"])
     monkeypatch.setattr(sys, "argv", ["ours.py", "job.py"])
     return called

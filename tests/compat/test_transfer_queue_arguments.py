@@ -12,6 +12,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import dataplane.compat.transfer_queue as tq
+from dataplane.compat.transfer_queue import operations
 
 pytestmark = pytest.mark.integration
 
@@ -86,6 +87,65 @@ def test_a_production_status_has_the_order_of_the_partition(client: tq.TransferQ
     assert columns(*whole) == columns(*reversed(whole)) == list(lone.values())
     assert columns("m", "z", "m") == [lone["z"], lone["m"]]
     assert columns("b", "b") == [[0] * 6 + [1]]
+
+
+def test_a_partition_keeps_fields_whose_values_were_all_cleared(
+    client: tq.TransferQueueClient,
+) -> None:
+    tq.kv_put("a", "p", {"v": torch.tensor(1), "w": torch.zeros(2, 2), "o": "text"})
+    tq.kv_put("b", "p", {"v": torch.tensor(1)})
+
+    def columns() -> list[list[int]]:
+        _, status = client.get_production_status(["o", "w", "v"], "p")
+        assert status is not None
+        return status.T.tolist()
+
+    tq.kv_clear("a", "p")
+    assert columns() == [[1], [0], [0]]
+    assert not client.check_production_status(["w"], "p")
+    tq.kv_clear("b", "p")
+    assert columns() == [[], [], []]
+    assert client.check_production_status(["w"], "p")
+    tq.kv_put("c", "p", {"w": torch.zeros(3, 1)})
+    assert columns() == [[0], [1], [0]]
+
+
+def test_fields_are_declared_once(client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = []
+    extend = operations.extend_partition
+
+    def spy(session_state: Any, partition: str, **options: Any) -> Any:
+        declared.append(sorted(options.get("fields") or {}))
+        return extend(session_state, partition, **options)
+
+    monkeypatch.setattr(operations, "extend_partition", spy)
+    for number in range(3):
+        tq.kv_put(f"k{number}", "p", {"v": torch.tensor(1), "w": torch.zeros(2, 2)}, {"n": 1})
+        tq.kv_put(f"k{number}", "p", {"x": "text"})
+        tq.kv_put(f"k{number}", "p", tag={"n": 2})
+    assert declared == [["v", "w"], ["x"]]
+
+
+def test_sizes_of_batches(client: tq.TransferQueueClient) -> None:
+    client.put(TensorDict({"v": torch.arange(3)}, batch_size=3), partition_id="p")
+    assert client.get_meta(["v"], True, "p", task_name="t").size == 1
+    assert client.get_meta(["v"], np.int64(1), "p", task_name="t").size == 1  # type: ignore[arg-type]
+    assert client.get_meta(["v"], False, "p", mode="insert").size == 0
+    for size in (1.0, -1, "1"):
+        with pytest.raises(RuntimeError, match=f"batch_size={size!r}: expected"):
+            client.get_meta(["v"], size, "p", task_name="t")  # type: ignore[arg-type]
+        if size != -1:
+            with pytest.raises(RuntimeError, match=f"batch_size={size!r}: expected"):
+                client.get_meta(["v"], size, "q", mode="insert")  # type: ignore[arg-type]
+        assert client.get_meta(["v"], size, "p", mode="force_fetch").size == 3  # type: ignore[arg-type]
+    assert client.get_partition_list() == ["p"]
+
+
+def test_repeated_keys_are_created_once(client: tq.TransferQueueClient) -> None:
+    meta = client.kv_retrieve_meta(["x", "y", "x"], "p", create=True)
+    assert meta.size == 3
+    assert client.kv_retrieve_keys(meta.global_indexes, "p") == ["x", "y", "x"]
+    assert tq.kv_list("p") == {"p": {"x": {}, "y": {}}}
 
 
 def test_a_read_has_its_fields_in_the_order_of_their_names(client: tq.TransferQueueClient) -> None:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane.compat.transfer_queue import BatchMeta, KVBatchMeta
-from dataplane.compat.transfer_queue.defaults import warn_once
+from dataplane.compat.transfer_queue.settings import warn_once
 
 
 def batch(indexes: list[int], partition: str = "p", **extra: Any) -> BatchMeta:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 import dataplane.compat.transfer_queue as tq
 from dataplane import connect
 from dataplane.client.rpc.pending_calls import Calls
-from dataplane.compat.transfer_queue.tags import ENCODED
+from dataplane.compat.transfer_queue.columns import ENCODED
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 
 pytestmark = pytest.mark.integration

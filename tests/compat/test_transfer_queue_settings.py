@@ -23,8 +23,7 @@ from tensordict import NonTensorStack, TensorDict
 import dataplane.compat.transfer_queue as tq
 from dataplane import DataPlaneConfig, connect, serve
 from dataplane.compat.switch import Replacement
-from dataplane.compat.transfer_queue.defaults import defaults, warn_once
-from dataplane.compat.transfer_queue.settings import Settings
+from dataplane.compat.transfer_queue.settings import Settings, defaults, warn_once
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 
 SMALL = {"capacity_bytes": 32 << 20}

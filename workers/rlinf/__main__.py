@@ -1,6 +1,6 @@
 """`python -m workers.rlinf -m MODULE ...` (or SCRIPT): run it with `rlinf.scheduler` replaced by this package."""
 
-from dataplane.compat.starting import start
+from dataplane.compat.switch import start
 
 if __name__ == "__main__":
     start("rlinf.scheduler")

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dataplane.compat.nemo_rl.client import DataPlaneClient
-from dataplane.compat.nemo_rl.factory import session_of
+from dataplane.compat.nemo_rl.client import DataPlaneClient, session_of
 from dataplane.compat.nemo_rl.meta import framework_type
 
 __all__ = ["TQDataPlaneClient"]

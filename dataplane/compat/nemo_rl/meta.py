@@ -111,16 +111,11 @@ def framework_type(name: str) -> type[Any] | None:
     An already imported module is used; otherwise NeMo-RL is imported here. A failed import is logged.
     """
     module = sys.modules.get(INTERFACES)
-    if module is None and _is_installed():
+    is_installed = FRAMEWORK in sys.modules or importlib.util.find_spec(FRAMEWORK) is not None
+    if module is None and is_installed:
         try:
             module = importlib.import_module(INTERFACES)
         except Exception as error:
             log.warning("Import of %s failed, this package's %s is used instead: %s", INTERFACES, name, error)
     value = getattr(module, name, None)  # None without a module, too
     return value if isinstance(value, type) else None
-
-
-def _is_installed() -> bool:
-    if FRAMEWORK in sys.modules:
-        return True
-    return importlib.util.find_spec(FRAMEWORK) is not None

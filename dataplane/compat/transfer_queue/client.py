@@ -17,15 +17,13 @@ from dataplane.client.operations import get, partitions
 from dataplane.client.operations.sample_names import samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
-from dataplane.compat.transfer_queue import columns, fetching, operations, reads
-from dataplane.compat.transfer_queue.columns import Parser
-from dataplane.compat.transfer_queue.defaults import warn_once
+from dataplane.compat.transfer_queue import columns, fetching, operations
+from dataplane.compat.transfer_queue.columns import Parser, tag_columns, tags_of
 from dataplane.compat.transfer_queue.errors import RefusedCallError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.performer import Performer, twins
-from dataplane.compat.transfer_queue.samplers import BaseSampler
-from dataplane.compat.transfer_queue.settings import attach_config, sampling_of
-from dataplane.compat.transfer_queue.tags import tag_columns, tags_of
+from dataplane.compat.transfer_queue.sampler import BaseSampler
+from dataplane.compat.transfer_queue.settings import attach_config, sampling_of, warn_once
 from dataplane.errors import (
     NotFoundError,
     PartitionNotFoundError,
@@ -49,16 +47,17 @@ class AsyncTransferQueueClient:
     """A client of one service. Each call has a blocking form, and an `async_` form that is usable
     from any event loop. Thread-safe.
 
-    client_id: only kept as an attribute. controller_info: the service's address, or the `controller.zmq_info` that
-    `init()` returned. zmq_io_threads and zmq_max_sockets are accepted and ignored.
+    client_id: only kept as an attribute. controller_info: the service's address, or the
+    `controller.zmq_info` that `init()` returned. zmq_io_threads and zmq_max_sockets are accepted
+    and ignored.
 
-    A missing key, sample, field or partition raises `StorageKeyNotFoundError`; other errors are those of
-    `dataplane.errors`.
+    A missing key, sample, field or partition raises `StorageKeyNotFoundError`; other errors are
+    those of `dataplane.errors`.
 
-    _performer: performs operations (generators of steps), in the calling thread or awaited. _local_sampler: the sampler
-    that was passed to `init()` in this process (None: none); `session` sets it. _stored_settings: a copy of the
-    settings that the service stores for all processes (None: not read yet, or the service has none).
-    """
+    _performer: performs operations (generators of steps), in the calling thread or awaited.
+    _local_sampler: the sampler that was passed to `init()` in this process (None: none); `session`
+    sets it. _stored_settings: a copy of the settings that the service stores for all processes
+    (None: not read yet, or the service has none)."""
 
     def __init__(
         self,
@@ -115,14 +114,28 @@ class AsyncTransferQueueClient:
             raise RefusedCallError("get_meta: data_fields is None; pass a list of names")
         if mode == "force_fetch":
             samples = yield from operations.list_samples(session_state, partition_id)
-            return (yield from operations.build_batch_meta(session_state, partition_id, samples, data_fields))
+            return (
+                yield from operations.build_batch_meta(
+                    session_state,
+                    partition_id,
+                    samples,
+                    data_fields,
+                )
+            )
         if not isinstance(batch_size, Integral):
             raise RefusedCallError(
                 f"get_meta: batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}"
             )
         count = int(batch_size)
         if mode == "insert":
-            return (yield from operations.insert_samples(session_state, count, partition_id, coming=data_fields))
+            return (
+                yield from operations.insert_samples(
+                    session_state,
+                    count,
+                    partition_id,
+                    coming=data_fields,
+                )
+            )
         if mode != "fetch":
             raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task_name:
@@ -160,7 +173,10 @@ class AsyncTransferQueueClient:
                 )
                 yield from send_for_samples(samples.sample_ids, command)
             except PartitionNotFoundError:
-                log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
+                log.warning(
+                    "partition %r was not found; its custom_meta is ignored",
+                    part.partition_ids[0],
+                )
 
     def _put(
         self,
@@ -185,7 +201,12 @@ class AsyncTransferQueueClient:
             if not rows:
                 raise ValueError("put: the data has no rows; pass at least one")
             fields = columns.apply_parser(data, data_parser)
-            metadata = yield from operations.insert_samples(session_state, rows, partition_id, fields)
+            metadata = yield from operations.insert_samples(
+                session_state,
+                rows,
+                partition_id,
+                fields,
+            )
         elif not metadata:
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
@@ -199,7 +220,7 @@ class AsyncTransferQueueClient:
         if not metadata or not metadata.field_names:
             log.warning("get_data: the meta has no samples or no fields; an empty TensorDict is returned")
             return TensorDict({}, batch_size=0)
-        return (yield from reads.get_batch(session_state, metadata))
+        return (yield from operations.get_batch(session_state, metadata))
 
     def _clear_partition(self, session_state: SessionState, partition_id: str) -> Operation[None]:
         """Drop the partition with all samples. Callers that wait on it get a
@@ -221,7 +242,10 @@ class AsyncTransferQueueClient:
                     chosen = np.isin(existing.generations, generations)
                     rows = existing.rows[chosen].tolist()
                     generations = existing.generations[chosen].tolist()
-                samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
+                samples = c.Samples(
+                    rows=np.array(rows, np.int64),
+                    generations=np.array(generations, np.int64),
+                )
                 yield Send(c.Clear(partition=partition, samples=samples))
             except PartitionNotFoundError:
                 log.info("partition %r was not found; no samples were cleared", partition)
@@ -279,7 +303,12 @@ class AsyncTransferQueueClient:
             requested = set(data_fields)
             fields = [name for name in known if name in requested]
             samples = yield from operations.list_samples(session_state, partition_id)
-            locations = yield from operations.locate_fields(session_state, partition_id, samples, fields)
+            locations = yield from operations.locate_fields(
+                session_state,
+                partition_id,
+                samples,
+                fields,
+            )
         except PartitionNotFoundError:
             return None, None
         status = columns.produced(locations, len(samples.ids), fields)
@@ -347,8 +376,19 @@ class AsyncTransferQueueClient:
             samples = yield from operations.list_samples_of_keys(session_state, keys, partition_id)
             if len(samples.ids) < len(keys):
                 missing = sorted(set(keys).difference(samples.ids))
-                log.warning("partition %r: the keys %s were not found", partition_id, first_few(missing))
-            return (yield from operations.build_batch_meta(session_state, partition_id, samples, samples.fields))
+                log.warning(
+                    "partition %r: the keys %s were not found",
+                    partition_id,
+                    first_few(missing),
+                )
+            return (
+                yield from operations.build_batch_meta(
+                    session_state,
+                    partition_id,
+                    samples,
+                    samples.fields,
+                )
+            )
         except PartitionNotFoundError:
             log.warning("partition %r was not found; an empty meta is returned", partition_id)
             return BatchMeta.empty()
@@ -399,17 +439,29 @@ class AsyncTransferQueueClient:
     def exchange_settings(
         self, session_state: SessionState, to_store: Mapping[str, Any] | None
     ) -> Operation[dict[str, Any] | None]:
-        """Return the settings that the service stores, or None if it has none. If it has none yet and `to_store` is
-        given, store these. The result is cached."""
+        """Return the settings that the service stores, or None if it has none. If it has none yet
+        and `to_store` is given, store these. The result is cached."""
         if self._stored_settings is None and to_store is not None:
             values = {CONFIG: [dict(to_store)]}
             try:
-                yield from operations.put(session_state, [CONFIG], operations.ADAPTER, values, mode="create")
+                yield from operations.put(
+                    session_state,
+                    [CONFIG],
+                    operations.ADAPTER,
+                    values,
+                    mode="create",
+                )
             except SampleExistsError:
                 log.info("the service already has settings; those passed to init() are ignored")
         if self._stored_settings is None:  # read them back: another process may have stored its settings first
             try:
-                stored = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], copy=True)
+                stored = yield from get.get(
+                    session_state,
+                    [CONFIG],
+                    operations.ADAPTER,
+                    [CONFIG],
+                    copy=True,
+                )
                 self._stored_settings = stored[CONFIG][0]
             except NotFoundError:
                 return None

@@ -11,20 +11,23 @@ Values that do not fit the column of their field go, as objects, to a second col
 
 from __future__ import annotations
 
+import base64
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from dataplane.client.operations import sample_names
 from dataplane.core.schema import columns_of, field_of, variants_of
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.jagged import jagged_from_values
+from dataplane.data.object_codec import decode_object, encode_object
 from dataplane.data.tensor_memory import TORCH_DTYPES
-from dataplane.errors import UNDECLARED, SchemaError
+from dataplane.errors import UNDECLARED, InternalError, SchemaError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
@@ -49,13 +52,15 @@ def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
     shapes: list[Any] = []  # of each row, only for nested tensors; `shape` is then that of the first row
     if isinstance(value, Tensor) and value.is_nested:
         shapes = [tuple(row.shape) for row in value.unbind()]
-        count, shape = len(shapes), torch.Size(shapes[0]) if shapes else None
+        count = len(shapes)
+        shape = torch.Size(shapes[0]) if shapes else None
     elif isinstance(value, Tensor):
         count = len(value)
         # As in the original, a scalar has the shape [1].
         shape = value.shape[1:] if value.dim() > 1 else torch.Size([1])
     else:
-        count, shape = len(value), None
+        count = len(value)
+        shape = None
     if count != rows:
         raise ValueError(f"field {name!r} has {count} rows, but the batch_size of its TensorDict is {rows}")
     is_tensor = isinstance(value, Tensor)
@@ -123,9 +128,9 @@ def to_other_column(columns: dict[str, Any], error: SchemaError) -> bool:
 
 
 def declared_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
-    """Return the specs of fields whose kind cannot be inferred from their first values. Declare them before the put."""
-    kinds = {name: _kind_to_declare(value) for name, value in columns.items()}
-    return {name: FieldSpec(kind) for name, kind in kinds.items() if kind is not None}
+    """Return the specs to declare before the first put of these fields: with a kind if it cannot be
+    inferred from the values."""
+    return {name: FieldSpec(_kind_to_declare(value)) for name, value in columns.items()}
 
 
 def _kind_to_declare(value: Any) -> FieldKind | None:
@@ -264,7 +269,8 @@ def _joined_schema(columns: Sequence[c.FieldLocations | None]) -> FieldSchema:
 
 def _known_shapes(column: c.FieldLocations) -> dict[int, tuple[int, ...]]:
     """Return the shape of each row that a dense or jagged column has, by row."""
-    spec, lengths = column.spec, column.lengths.tolist()  # -1: no value
+    spec = column.spec
+    lengths = column.lengths.tolist()  # -1: no value
     inner = spec.inner or ()
     match spec.kind:
         case FieldKind.DENSE:  # of a scalar: [1], as in the original
@@ -287,3 +293,53 @@ def produced(locations: Sequence[c.FieldLocations], count: int, fields: Sequence
     # A value is in one of the field's columns.
     columns = [np.logical_or.reduce([has_value.get(column, none) for column in columns_of(name)]) for name in fields]
     return np.stack(columns, axis=1).astype(np.int8) if columns else np.ones((count, 0), np.int8)
+
+
+ENCODED = "\x1fobject:"
+"""Prefix of a tag that is an encoded value in base64."""
+
+
+def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
+    """Encode the tags of `count` samples for the service. None instead of a mapping means no tags.
+    `UnsupportedValueError` for values that an object column cannot store."""
+    return sample_names.tag_columns(None if tags is None else [mapping or {} for mapping in tags], count, _to_scalar)
+
+
+def _to_scalar(name: str, row: int, value: Any) -> Any:
+    """Convert a tag value to a scalar, or encode it as a string with the prefix `ENCODED`. `sample_names.tag_columns`
+    stores values of type bool, int, float and None itself."""
+    # A text that begins with the prefix is encoded, too, so that it is not decoded as something else.
+    if type(value) is str and not value.startswith(ENCODED):
+        return value
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
+        return sample_names.scalar(name, row, value.item())  # a NumPy or torch scalar
+    try:
+        encoded = encode_object(value, field=f"tag {name}")
+    except UnsupportedValueError as error:
+        hint = "Tags are scalars, and lists and dicts of scalars; put other values as a field."
+        raise UnsupportedValueError(**{**error.facts, "row": row, "hint": hint}) from None
+    return ENCODED + base64.b64encode(encoded).decode("ascii")
+
+
+def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
+    """Return one dict per sample, with decoded values."""
+    tags: list[dict[str, Any]] = sample_names.tags_of(columns, count)
+    for column in columns:
+        if any(map(_is_encoded, set(column.values))):  # most columns have no encoded value
+            for sample_tags in tags:
+                value = sample_tags.get(column.name)
+                if _is_encoded(value):
+                    sample_tags[column.name] = _decode(value)
+    return tags
+
+
+def _decode(text: str) -> Any:
+    """Decode a value. Return text that is not an encoded value unchanged, because a native client can put any text."""
+    try:
+        return decode_object(base64.b64decode(text.removeprefix(ENCODED), validate=True))
+    except (ValueError, InternalError, UnsupportedValueError):
+        return text
+
+
+def _is_encoded(value: Any) -> TypeGuard[str]:
+    return type(value) is str and value.startswith(ENCODED)

@@ -1,5 +1,6 @@
-"""Claim batches for tasks. The service lists the ready samples, a sampler chooses among them, and the service claims
-exactly that choice. If another process claimed one of these samples first, the choice is repeated."""
+"""Claim batches for tasks. The service lists the ready samples, a sampler chooses among them, and
+the service claims exactly that choice. If another process claimed one of these samples first, the
+choice is repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from dataplane.client.operations import get
 from dataplane.client.operations.sample_names import samples_of
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
+from dataplane.compat.transfer_queue.columns import tags_of
 from dataplane.compat.transfer_queue.errors import FetchTimeoutError, RefusedCallError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.operations import (
@@ -29,14 +31,14 @@ from dataplane.compat.transfer_queue.operations import (
     put,
     resolve_samples,
 )
-from dataplane.compat.transfer_queue.samplers import (
+from dataplane.compat.transfer_queue.sampler import (
     NAMED,
     BaseSampler,
     DrawingSampler,
     SequentialSampler,
     share,
 )
-from dataplane.compat.transfer_queue.tags import tags_of
+from dataplane.compat.transfer_queue.settings import Sampling
 from dataplane.errors import (
     ClaimTimeoutError,
     NotFoundError,
@@ -51,19 +53,9 @@ DRAW = "draw"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How `get_meta` samples. wait_s: how long it waits for enough samples. polling: return an empty meta instead of
-    waiting."""
-
-    sampler: BaseSampler = field(default_factory=SequentialSampler)
-    polling: bool = False
-    wait_s: float = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """The request of a task for a batch of `batch_size` samples that have all `fields`. config: the caller's
-    `sampling_config`, which the sampler reads."""
+    """The request of a task for a batch of `batch_size` samples that have all `fields`. config: the
+    caller's `sampling_config`, which the sampler reads."""
 
     partition: str
     task: str
@@ -73,7 +65,8 @@ class BatchRequest:
 
 
 class PartitionView:
-    """A sampler's view of the partition: the tags of the ready samples, by global index (the sample's generation)."""
+    """A sampler's view of the partition: the tags of the ready samples, by global index (the
+    sample's generation)."""
 
     def __init__(self, partition: str, ready: c.Claimed) -> None:
         self.partition_id = partition
@@ -85,37 +78,38 @@ class PartitionView:
 
 
 def fetch(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
-    """Claim a batch. With too few samples, return an empty meta when polling, else raise `FetchTimeoutError`."""
+    """Claim a batch in the way that the sampler needs: in order, by a shared draw, or by a
+    user-defined sampler. With too few samples, return an empty meta when polling, else raise
+    `FetchTimeoutError`."""
+    sampler = sampling.sampler
+    polling = sampling.polling
     try:
-        return (yield from _fetch_with_sampler(session_state, request, sampling))
+        # The exact classes only: a subclass can override any method, so it is called as a
+        # user-defined sampler.
+        if type(sampler) not in NAMED.values():
+            return (yield from _claim_by_sampler(session_state, request, sampling))
+        if not isinstance(sampler, SequentialSampler):
+            assert isinstance(sampler, DrawingSampler)
+            return (yield from _claim_by_draw(session_state, request, sampling, sampler))
+        claimed = yield from claim_in_order(session_state, request, polling=polling, wait_s=sampling.wait_s)
     except ClaimTimeoutError as error:
         raise FetchTimeoutError(str(error)) from error
-
-
-def _fetch_with_sampler(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
-    """Claim a batch in the way that the sampler needs: in order, by a shared draw, or by a user-defined sampler.
-    ClaimTimeoutError with too few samples, unless polling."""
-    sampler = sampling.sampler
-    # The exact classes only: a subclass can override any method, so it is called as a user-defined sampler.
-    if type(sampler) not in NAMED.values():
-        return (yield from _claim_by_sampler(session_state, request, sampling))
-    if isinstance(sampler, SequentialSampler):
-        claimed = yield from claim_in_order(session_state, request, polling=sampling.polling, wait_s=sampling.wait_s)
-        return BatchMeta.empty() if claimed is None else (yield from _build_meta(session_state, request, claimed))
-    assert isinstance(sampler, DrawingSampler)
-    return (yield from _claim_by_draw(session_state, request, sampling, sampler))
+    if claimed is None:
+        return BatchMeta.empty()
+    return (yield from _build_meta(session_state, request, claimed))
 
 
 def claim_in_order(
     session_state: SessionState, request: BatchRequest, *, polling: bool, wait_s: float
 ) -> Operation[c.Claimed | None]:
-    """Claim the oldest `batch_size` samples. With too few, claim none: return None when polling, otherwise
-    ClaimTimeoutError after `wait_s`. (If a native client has completed the partition, a claim that waits takes the
-    samples that are left, even if they are fewer.)"""
+    """Claim the oldest `batch_size` samples. With too few, claim none: return None when polling,
+    otherwise ClaimTimeoutError after `wait_s`. (If a native client has completed the partition, a
+    claim that waits takes the samples that are left, even if they are fewer.)"""
     if not polling:
         claim = _claim_command(request, batch_size=request.batch_size, timeout_s=wait_s)
         return (yield from _send_claim(session_state, request, claim))
-    # A claim that does not block takes whatever is ready, even too few samples. So look first, without a claim (peek).
+    # A claim that does not block takes whatever is ready, even too few samples. So look first,
+    # without a claim (peek).
     while True:  # again if another claim takes one of the samples first
         peek = _claim_command(request, batch_size=request.batch_size, blocking=False, peek=True)
         ready = yield from _send_claim(session_state, request, peek)
@@ -129,13 +123,16 @@ def claim_in_order(
 def _claim_by_draw(
     session_state: SessionState, request: BatchRequest, sampling: Sampling, sampler: DrawingSampler
 ) -> Operation[BatchMeta]:
-    """Return the meta of the caller's share of a draw. With a `draw_key`, the draw is shared: take the stored one, or
-    make and store one. Without a key, each call makes its own. With too few samples, return an empty meta when polling,
-    otherwise ClaimTimeoutError."""
+    """Return the meta of the caller's share of a draw. With a `draw_key`, the draw is shared: take
+    the stored one, or make and store one. Without a key, each call makes its own. With too few
+    samples, return an empty meta when polling, otherwise ClaimTimeoutError."""
     with _sampler_errors(sampler):
-        key, share_number = sampler.draw_key(request.config), sampler.share_of(request.config)
-    # `needed`: the number of ready samples with which the next attempt can succeed; it grows after a failed draw.
-    needed, deadline = sampler.wanted(request.batch_size), time.monotonic() + sampling.wait_s
+        key = sampler.draw_key(request.config)
+        share_number = sampler.share_of(request.config)
+    # `needed`: the number of ready samples with which the next attempt can succeed; it grows after
+    # a failed draw.
+    needed = sampler.wanted(request.batch_size)
+    deadline = time.monotonic() + sampling.wait_s
     while True:
         stored = None if key is None else (yield from _load_draw(session_state, request, key))
         if stored is not None:
@@ -165,9 +162,11 @@ def _claim_by_draw(
 
 
 def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
-    """Claim the samples that a user-defined sampler chooses. With too few samples, return an empty meta when polling,
-    otherwise ClaimTimeoutError."""
-    sampler, needed, deadline = sampling.sampler, request.batch_size, time.monotonic() + sampling.wait_s
+    """Claim the samples that a user-defined sampler chooses. With too few samples, return an empty
+    meta when polling, otherwise ClaimTimeoutError."""
+    sampler = sampling.sampler
+    needed = request.batch_size
+    deadline = time.monotonic() + sampling.wait_s
     while True:
         # A sampler with a cached result returns it whatever is ready: list without waiting.
         at_once = sampling.polling or sampler.has_cached_result(request.partition, request.task, request.config)
@@ -178,10 +177,12 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
         indexes = ready.generations.tolist()
         view = PartitionView(request.partition, ready)  # for the sampler to read tags
         with _sampler_errors(sampler):
-            # given: the samples of the caller; consumed: the samples to claim. See `BaseSampler.sample`.
+            # given: the samples of the caller; consumed: the samples to claim. See
+            # `BaseSampler.sample`.
             given, consumed = sampler(list(indexes), request.batch_size, partition=view, **request.config)
         if len(given):
-            # Samples of a cached result were claimed by the call that cached it. Claim those that are still ready.
+            # Samples of a cached result were claimed by the call that cached it. Claim those that
+            # are still ready.
             unclaimed = set(indexes).intersection(consumed)
             to_claim = [index for index in consumed if index in unclaimed]
             claimed = yield from _claim_exactly(session_state, request, ready, to_claim)
@@ -198,7 +199,8 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
 
 @contextlib.contextmanager
 def _sampler_errors(sampler: BaseSampler) -> Iterator[None]:
-    """Convert a sampler's exception to `RefusedCallError`, as in the original, whose controller runs the sampler."""
+    """Convert a sampler's exception to `RefusedCallError`, as in the original, whose controller
+    runs the sampler."""
     try:
         yield
     except Exception as error:
@@ -228,8 +230,9 @@ def _send_claim(session_state: SessionState, request: BatchRequest, claim: c.Cla
 def _list_ready(
     session_state: SessionState, request: BatchRequest, sampling: Sampling, needed: int, deadline: float, *, limit: int
 ) -> Operation[c.Claimed]:
-    """Return up to `limit` of the oldest claimable samples, without a claim, as soon as `needed` are ready. When
-    polling, return those that are ready now. deadline: of `time.monotonic`; afterwards ClaimTimeoutError."""
+    """Return up to `limit` of the oldest claimable samples, without a claim, as soon as `needed`
+    are ready. When polling, return those that are ready now. deadline: of `time.monotonic`;
+    afterwards ClaimTimeoutError."""
     minimum = 1 if sampling.polling else needed
     peek = _claim_command(
         request,
@@ -245,8 +248,8 @@ def _list_ready(
 def _claim_exactly(
     session_state: SessionState, request: BatchRequest, ready: c.Claimed, indexes: Sequence[int]
 ) -> Operation[c.Claimed | None]:
-    """Claim exactly the ready samples with these global indexes. If another claim took one of them, claim none and
-    return None."""
+    """Claim exactly the ready samples with these global indexes. If another claim took one of them,
+    claim none and return None."""
     # A sample's global index is its generation.
     positions = {generation: position for position, generation in enumerate(ready.generations.tolist())}
     chosen = [positions[index] for index in indexes]
@@ -302,8 +305,8 @@ def _load_draw(session_state: SessionState, request: BatchRequest, key: str) -> 
 def _store_draw(
     session_state: SessionState, request: BatchRequest, key: str, claimed: c.Claimed, draw: StoredDraw
 ) -> Operation[bool]:
-    """Store the draw for the callers that share it. If another draw was stored first, release this claim and return
-    False."""
+    """Store the draw for the callers that share it. If another draw was stored first, release this
+    claim and return False."""
     draw_id = _draw_id(request.partition, request.task, key)
     try:
         yield from put(session_state, [draw_id], ADAPTER, {DRAW: [draw]}, mode="create")
@@ -322,7 +325,8 @@ def forget_draws(session_state: SessionState, partition: str) -> Operation[None]
         stored = yield from list_samples(session_state, ADAPTER)
     except PartitionNotFoundError:
         return
-    # The id of a draw is a JSON list (`_draw_id`). The other samples of the adapter have plain text as id.
+    # The id of a draw is a JSON list (`_draw_id`). The other samples of the adapter have plain text
+    # as id.
     draw_ids = [name for name in stored.ids if name.startswith("[") and json.loads(name)[0] == partition]
     if draw_ids:
         yield Send(c.Clear(partition=ADAPTER, samples=c.Samples(ids=tuple(draw_ids))))

@@ -31,10 +31,12 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Performer:
-    """Two sessions of one service, each opened on first use: one for blocking callers and one for async callers. The
-    latter runs on a separate event loop, so that it outlives the callers' loops. A forked child opens new sessions.
+    """Two sessions of one service, each opened on first use: one for blocking callers and one for
+    async callers. The latter runs on a separate event loop, so that it outlives the callers' loops.
+    A forked child opens new sessions.
 
-    client: the session for blocking callers. _background: the session for async callers, with its thread and loop."""
+    client: the session for blocking callers. _background: the session for async callers, with its
+    thread and loop."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.client = DataPlaneClient(config)
@@ -45,11 +47,18 @@ class Performer:
         with storage_key_errors():
             return self.client.perform(operation, *args, **kwargs)
 
-    async def do_async(self, operation: Callable[..., Operation[T]], *args: Any, **kwargs: Any) -> T:
+    async def do_async(
+        self,
+        operation: Callable[..., Operation[T]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
         """Perform the operation and await its result. `AsyncDataPlaneClient` documents the effect
         of a cancellation."""
         with storage_key_errors():
-            return await asyncio.wrap_future(self._background.get().submit(operation, *args, **kwargs))
+            return await asyncio.wrap_future(
+                self._background.get().submit(operation, *args, **kwargs),
+            )
 
     def close(self) -> None:
         """Close both sessions. Idempotent."""
@@ -63,7 +72,11 @@ class _BackgroundClient:
     def __init__(self, config: DataPlaneConfig) -> None:
         self._client = AsyncDataPlaneClient(config)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tq-compat-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever,
+            name="tq-compat-loop",
+            daemon=True,
+        )
         self._thread.start()
 
     @property
@@ -77,10 +90,13 @@ class _BackgroundClient:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:
-        """Close the client, then stop the loop and the thread. Can be repeated. TimeoutError if the client does not
-        close within `CLOSE_TIMEOUT_S`: it continues, so the loop keeps running."""
+        """Close the client, then stop the loop and the thread. Can be repeated. TimeoutError if the
+        client does not close within `CLOSE_TIMEOUT_S`: it continues, so the loop keeps running."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(CLOSE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(
+                self._client.close(),
+                self._loop,
+            ).result(CLOSE_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():  # a running loop cannot be closed
@@ -89,7 +105,8 @@ class _BackgroundClient:
 
 @contextlib.contextmanager
 def storage_key_errors() -> Iterator[None]:
-    """Convert `NotFoundError` to `StorageKeyNotFoundError`, which callers of the original can catch."""
+    """Convert `NotFoundError` to `StorageKeyNotFoundError`, which callers of the original can
+    catch."""
     try:
         yield
     except NotFoundError as error:
@@ -126,6 +143,8 @@ def describe(call: F, operation: Callable[..., Any], *, prefix: str = "", client
     signature = inspect.signature(operation)
     first, _, *others = signature.parameters.values()
     call.__name__ = prefix + operation.__name__.removeprefix("_")
+    call.__qualname__ = call.__name__
+    call.__module__ = operation.__module__
     call.__doc__ = operation.__doc__
     call.__signature__ = signature.replace(parameters=[first, *others] if client else others)
     return call

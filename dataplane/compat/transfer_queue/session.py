@@ -14,7 +14,7 @@ from typing import Any
 from dataplane.compat.discovery import Meeting, is_isolated, known
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.errors import NotInitializedError
-from dataplane.compat.transfer_queue.samplers import BaseSampler
+from dataplane.compat.transfer_queue.sampler import BaseSampler
 from dataplane.compat.transfer_queue.settings import Settings, sampler_of, settings_to_store
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 from dataplane.service import serve
@@ -104,7 +104,8 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     """Open a session of the service that is named or found, or else start one. given: whether the caller passed these
     settings, so that a service without settings stores them. If `start` is False, no service is started or published:
     `NotInitializedError` if none is found."""
-    sampler, name = sampler_of(settings.controller.sampler), settings.shared_name()
+    sampler = sampler_of(settings.controller.sampler)
+    name = settings.shared_name()
     # A service name takes precedence over TQ_ADDRESS, but not over an address in the settings.
     configured = settings.address() or (_environment() if name is None else None)
     service = configured  # or, below, one that is found
@@ -128,7 +129,8 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
 def close() -> None:
     """Leave the service, and stop it if this process started it. Idempotent."""
     with _current.lock:
-        session, _current.session = _current.session, None
+        session = _current.session
+        _current.session = None
     if session is not None:
         session.close()
 
@@ -226,7 +228,9 @@ def _attach(
 def _find_or_start(settings: Settings, sampler: BaseSampler, given: bool) -> Session | None:
     """Find or start a service through a rendezvous. Return None if this process belongs to no rendezvous; ValueError
     then if the settings have a service name. given: see `open_session`."""
-    config, to_store, name = settings.service(), settings_to_store(settings), settings.shared_name()
+    config = settings.service()
+    to_store = settings_to_store(settings)
+    name = settings.shared_name()
 
     def prepare(started_config: DataPlaneConfig, http_address: str) -> None:
         """Store the settings in a service that the rendezvous has started, before other processes find it."""

@@ -9,7 +9,9 @@ POLLING = True
 
 
 def run(tq, conf):
-    return {**unknown_partitions(tq, tq.get_client()), **fields(tq, tq.get_client()), **metas(tq)}
+    client = tq.get_client()
+    saw = {**unknown_partitions(tq, client), **fields(tq, client), **metas(tq)}
+    return {**saw, **cleared(tq, client), **sizes(tq, client), **keys(tq, client)}
 
 
 def known(meta):
@@ -86,4 +88,63 @@ def metas(tq):
             saw[f"{kind} as {order}"] = [caught(ValueError, meta.reorder, order)]
             saw[f"{kind} after {order}"] = getattr(meta, names)
         saw[f"no {kind} joined"] = type(make()).concat(None).size
+    return saw
+
+
+def cleared(tq, client):
+    """A partition keeps the fields whose values were all cleared."""
+    saw = {}
+    tq.kv_put("a", "c", {"v": torch.tensor(1), "w": torch.tensor(2), "x": torch.zeros(2, 2)})
+    tq.kv_put("b", "c", {"v": torch.tensor(1)})
+
+    def see(what):
+        saw[f"produced {what}"] = [
+            [client.get_production_status(names, "c")[1], client.check_production_status(names, "c")]
+            for names in (["x", "w", "v"], ["w"], ["v"])
+        ]
+
+    see("by two")
+    tq.kv_clear("a", "c")
+    see("by one")
+    tq.kv_clear("b", "c")
+    see("by none")
+    tq.kv_put("d", "c", {"w": torch.tensor(1)})
+    see("by another")
+    meta = client.put(TensorDict({"v": torch.arange(2)}, batch_size=2), partition_id="m")
+    client.clear_samples(meta)
+    saw["produced by nothing"] = client.get_production_status(["v"], "m")[1]
+    # The package does not drop a partition without samples.
+    client.put(TensorDict({"v": torch.arange(2)}, batch_size=2), partition_id="m")
+    return saw
+
+
+def sizes(tq, client):
+    saw = {}
+    for size in (True, False, 1.0, 2.5, "1"):
+        name = f"s{size!r}"
+        client.put(TensorDict({"v": torch.arange(3)}, batch_size=3), partition_id=name)
+        if isinstance(size, bool):
+            saw[f"fetch {name}"] = known(client.get_meta(["v"], size, name, task_name="t"))
+            saw[f"insert {name}"] = known(client.get_meta(["v"], size, name, mode="insert"))
+        else:
+            saw[f"fetch {name}"] = caught(RuntimeError, client.get_meta, ["v"], size, name, task_name="t")
+            saw[f"insert {name}"] = caught(RuntimeError, client.get_meta, ["v"], size, name, "insert")
+        saw[f"force {name}"] = client.get_meta(["v"], size, name, mode="force_fetch").size
+        saw[f"claimed {name}"] = client.get_consumption_status("t", name)[1]
+    return saw
+
+
+def keys(tq, client):
+    two = TensorDict({"v": torch.arange(2)}, batch_size=2)
+    tq.kv_batch_put(["a", "b"], "k", two, [{"n": 1}, {"n": 2}])
+    saw = {"put twice": caught(ValueError, tq.kv_batch_put, ["c", "c"], "other", two)}
+    saw["got twice"] = tq.kv_batch_get(["a", "b", "a"], "k")
+    for names, create in ((["a", "a", "b"], False), (["x", "x", "b"], False), (["x", "x", "b"], True)):
+        meta = client.kv_retrieve_meta(names, "k", create=create)
+        saw[f"meta of {names} {create}"] = [known(meta), meta.custom_meta]
+    saw["created twice"] = tq.kv_list("k")
+    tq.kv_clear(["a", "a", "none"], "k")
+    saw["cleared twice"] = tq.kv_list("k")
+    for call in (tq.kv_batch_put, tq.kv_batch_get, tq.kv_clear, client.kv_retrieve_meta):
+        saw.setdefault("no keys", []).append(caught(ValueError, call, [], "k"))
     return saw

@@ -122,7 +122,9 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def step(self, partition_id: str) -> None:
         """Switch to another partition, with an empty buffer."""
-        self.buffer, self.batch_index, self.partition_id = [], 0, partition_id
+        self.buffer = []
+        self.batch_index = 0
+        self.partition_id = partition_id
 
 
 class StreamingDataLoader(DataLoader[Batch]):

@@ -1,5 +1,6 @@
-"""Samplers, which choose the ready samples that a task gets. A sampler runs in the process that calls `get_meta`. Draws
-that ranks share are stored in the service, so that any process can request them."""
+"""Samplers, which choose the ready samples that a task gets. A sampler runs in the process that
+calls `get_meta`. Draws that ranks share are stored in the service, so that any process can request
+them."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ LENGTH_TAG = "total_lengths"
 
 
 class BaseSampler(ABC):
-    """Base class of samplers. `sample` gets the global indexes of the ready and unclaimed samples, oldest first. It
-    returns the samples to give and the samples that count as consumed. It is called in the process that requests a
-    batch, with `partition=` a view of the tags (`get_custom_meta(indexes)`) and the entries of `sampling_config`. Its
-    state (`_states`, by partition and task) stays in that process."""
+    """Base class of samplers. `sample` gets the global indexes of the ready and unclaimed samples,
+    oldest first. It returns the samples to give and the samples that count as consumed. It is
+    called in the process that requests a batch, with `partition=` a view of the tags
+    (`get_custom_meta(indexes)`) and the entries of `sampling_config`. Its state (`_states`, by
+    partition and task) stays in that process."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -39,10 +41,11 @@ class BaseSampler(ABC):
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
     ) -> bool:
-        """Whether the sampler has stored a result for the `dp_rank` and `batch_index` of `sampling_config`, as
-        `_states[partition][task][dp_rank][batch_index]`."""
+        """Whether the sampler has stored a result for the `dp_rank` and `batch_index` of
+        `sampling_config`, as `_states[partition][task][dp_rank][batch_index]`."""
         config = sampling_config or {}
-        rank, batch_index = config.get("dp_rank"), config.get("batch_index")
+        rank = config.get("dp_rank")
+        batch_index = config.get("batch_index")
         if rank is None:
             return False
         return batch_index in self._states.get(partition_id, {}).get(task_name, {}).get(rank, {})
@@ -60,11 +63,13 @@ class BaseSampler(ABC):
 
 
 class DrawingSampler(BaseSampler):
-    """A sampler with shared draws: all calls with the same `draw_key`, from any process, get a share of the same draw,
-    until the partition is cleared. `first_only`: the sampler uses the oldest samples only.
+    """A sampler with shared draws: all calls with the same `draw_key`, from any process, get a
+    share of the same draw, until the partition is cleared. `first_only`: the sampler uses the
+    oldest samples only.
 
-    For the classes in `NAMED`, `get_meta` calls `draw` and stores shared draws in the service. For subclasses of them
-    it calls `sample`, which keeps shared draws in this process, as `_states[partition][task][draw_key]`."""
+    For the classes in `NAMED`, `get_meta` calls `draw` and stores shared draws in the service. For
+    subclasses of them it calls `sample`, which keeps shared draws in this process, as
+    `_states[partition][task][draw_key]`."""
 
     first_only = False
 
@@ -96,9 +101,10 @@ class DrawingSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """Draw from `ready_indexes`, or reuse the earlier draw of the same `draw_key`. kwargs: further entries of
-        `sampling_config`, and `partition`; args are ignored."""
-        key, share_number = self.draw_key(kwargs), self.share_of(kwargs)
+        """Draw from `ready_indexes`, or reuse the earlier draw of the same `draw_key`. kwargs:
+        further entries of `sampling_config`, and `partition`; args are ignored."""
+        key = self.draw_key(kwargs)
+        share_number = self.share_of(kwargs)
         draws_by_key = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         draw: Draw | None = None if key is None else draws_by_key.get(key)
         if draw is None:
@@ -131,8 +137,8 @@ class SequentialSampler(DrawingSampler):
 
 
 class GRPOGroupNSampler(DrawingSampler):
-    """Return complete groups only. A group is `n_samples_per_prompt` samples with consecutive indexes. ValueError for a
-    batch size that is not a multiple of the group size."""
+    """Return complete groups only. A group is `n_samples_per_prompt` samples with consecutive
+    indexes. ValueError for a batch size that is not a multiple of the group size."""
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
@@ -150,8 +156,8 @@ class GRPOGroupNSampler(DrawingSampler):
 
 
 class RankAwareSampler(DrawingSampler):
-    """Return the same batch to every process of a data-parallel rank, for the same `batch_index`. ValueError if
-    `sampling_config` lacks `dp_rank` or `batch_index`, or if the rank is negative."""
+    """Return the same batch to every process of a data-parallel rank, for the same `batch_index`.
+    ValueError if `sampling_config` lacks `dp_rank` or `batch_index`, or if the rank is negative."""
 
     first_only = True
 
@@ -184,9 +190,9 @@ class RankAwareSampler(DrawingSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Draw a step of `dp_size` batches of complete groups. All ranks get the same number of groups and about the same
-    sum of the tag `total_lengths` (1 for a sample without the tag). `batch_size` is that of one rank. The first rank's
-    request consumes the whole step."""
+    """Draw a step of `dp_size` batches of complete groups. All ranks get the same number of groups
+    and about the same sum of the tag `total_lengths` (1 for a sample without the tag). `batch_size`
+    is that of one rank. The first rank's request consumes the whole step."""
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
@@ -227,8 +233,8 @@ NAMED: dict[str, type[DrawingSampler]] = {
 
 
 def _complete_groups(indexes: list[int], size: int, count: int) -> list[int]:
-    """Return the samples of the first `count` complete groups in the sorted `indexes`, or of all if there are fewer. A
-    group is `size` consecutive numbers."""
+    """Return the samples of the first `count` complete groups in the sorted `indexes`, or of all if
+    there are fewer. A group is `size` consecutive numbers."""
     samples: list[int] = []
     position = 0
     while position + size <= len(indexes) and len(samples) < count * size:

@@ -1,3 +1,0 @@
-"""`BaseSampler` under the module name of the original package."""
-
-from dataplane.compat.transfer_queue.samplers import BaseSampler as BaseSampler

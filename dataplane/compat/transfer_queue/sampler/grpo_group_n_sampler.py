@@ -1,3 +1,0 @@
-"""`GRPOGroupNSampler` under the module name of the original package."""
-
-from dataplane.compat.transfer_queue.samplers import GRPOGroupNSampler as GRPOGroupNSampler

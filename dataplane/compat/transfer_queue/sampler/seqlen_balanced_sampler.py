@@ -1,3 +1,0 @@
-"""`SeqlenBalancedSampler` under the module name of the original package."""
-
-from dataplane.compat.transfer_queue.samplers import SeqlenBalancedSampler as SeqlenBalancedSampler

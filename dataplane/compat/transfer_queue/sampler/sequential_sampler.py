@@ -1,3 +1,0 @@
-"""`SequentialSampler` under the module name of the original package."""
-
-from dataplane.compat.transfer_queue.samplers import SequentialSampler as SequentialSampler

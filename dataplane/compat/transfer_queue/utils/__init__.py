@@ -1,1 +1,0 @@
-"""Helper modules of the original package that its users import."""
