@@ -43,23 +43,28 @@ def fill(client: Client, count: int = 8) -> c.Committed:
     return [client.put([f"s{i}"], {"x": [KIB]}) for i in range(count)][-1]
 
 
-def test_consumed_samples_go_oldest_first_and_no_more_than_needed() -> None:
+@pytest.mark.parametrize(("kib", "count"), [(1, 1), (2, 3), (5, 7)])
+def test_consumed_samples_go_oldest_first_and_less_than_twice_as_many_as_needed(kib: int, count: int) -> None:
     client = evicting()
     fill(client)
-    consume(client, 4)
-    got = client.call(c.Allocated, client.allocate({"x": [2 * KIB]}))
+    consume(client, 8)
+    got = client.call(c.Allocated, client.allocate({"x": [kib * KIB]}))
     assert got.evicted == ()
-    assert live(client) == ("s2", "s3", "s4", "s5", "s6", "s7")
+    assert live(client) == tuple(f"s{i}" for i in range(count, 8))
     stats = part(client)
-    assert (stats.evicted, stats.evicted_unconsumed, stats.used_bytes) == (2, 0, 8 * KIB)
+    assert (stats.evicted, stats.evicted_unconsumed) == (count, 0)
+    assert stats.used_bytes == (8 - count + kib) * KIB
 
 
-def test_nothing_goes_where_it_would_not_suffice() -> None:
+def test_consumed_samples_go_where_they_do_not_suffice() -> None:
     client = evicting()
     fill(client)
     consume(client, 2)
-    client.waits(client.allocate({"x": [3 * KIB]}))
-    assert len(live(client)) == 8
+    waiting = client.waits(client.allocate({"x": [3 * KIB]}))
+    assert live(client) == ("s2", "s3", "s4", "s5", "s6", "s7")
+    consume(client, 1)
+    assert isinstance(client.result(waiting), c.Allocated)
+    assert live(client) == ("s3", "s4", "s5", "s6", "s7")
 
 
 def test_a_sample_is_consumed_when_every_task_has_claimed_it() -> None:
@@ -127,12 +132,12 @@ def test_rows_of_one_put_go_as_parts_of_it_come_back() -> None:
     assert part(client).used_bytes == 28 * 64 + KIB
 
 
-def test_a_whole_put_goes_together() -> None:
-    client = evicting()
+def test_a_whole_put_goes_together_if_it_is_unconsumed() -> None:
+    client = evicting("evict_oldest")
     client.put([f"a{i}" for i in range(64)], {"x": [64] * 64})
     client.put([f"b{i}" for i in range(64)], {"x": [64] * 64})
-    consume(client, 100)
-    client.call(c.Allocated, client.allocate({"x": [KIB]}))
+    got = client.call(c.Allocated, client.allocate({"x": [KIB]}))
+    assert got.evicted == tuple(f"a{i}" for i in range(64))
     assert live(client) == tuple(f"b{i}" for i in range(64))
 
 
@@ -167,7 +172,7 @@ def test_fragments_too_small_for_one_value_are_made_larger() -> None:
     client.clear("s1", "s3")
     consume(client, 6)
     got = client.call(c.Allocated, client.allocate({"x": [2 * KIB]}))
-    assert live(client) == ("s4", "s5", "s6", "s7")
+    assert live(client) == ("s5", "s6", "s7")
     assert got.placements[0].offset == 0
 
 
@@ -408,3 +413,11 @@ def test_a_put_that_ends_lets_its_samples_go_for_those_that_wait() -> None:
     got = client.result(second)
     assert isinstance(got, c.Allocated)
     assert got.evicted == ("s0",)
+
+
+def test_an_update_that_fails_says_nothing_about_what_new_rows_may_evict() -> None:
+    client = evicting("evict_oldest", budget=1000 * KIB, capacity=2048)
+    fill(client, 1000)
+    client.waits(client.allocate({"y": [KIB]}, update=True))
+    got = client.call(c.Allocated, client.allocate({"x": [900 * KIB]}))
+    assert len(got.evicted) == 900

@@ -1,4 +1,12 @@
-"""Budgets of partitions: eviction, watermarks, and the error of a put that finds no space."""
+"""Budgets of partitions: eviction, watermarks, and the error of a put that finds no space.
+
+Eviction works in two steps. The first evicts consumed samples, oldest first, in batches of 1, 2, 4 and
+so on up to `BATCH`, until the put fits; so it may evict a few too many. If none is left and the
+policy is EVICT_OLDEST, the second step evicts as many unconsumed samples, oldest first, as certainly
+make the put fit, or none at all. The failure of both steps is remembered in an `Outlook`: a put that
+waits costs nothing until its partition changes, and then what is proportional to the change, until
+what changed may suffice for the put.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +18,15 @@ from dataplane.errors import CapacityTimeoutError
 from dataplane.ledger.commands import Int32s, Int64s, Notice, WhenFull
 from dataplane.ledger.state.arrays import Bools, some, tally
 from dataplane.ledger.state.extents import Account
-from dataplane.ledger.state.partition import Gain, Outlook, Partition
+from dataplane.ledger.state.partition import Outlook, Partition
 from dataplane.ledger.state.sessions import ParkedAllocate
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
 FIRST_LOOK = 512
 """This many samples are examined first, oldest first; then twice as many, and so on."""
-FIRST_STEP = 64
-"""If it is unknown how many consumed samples are needed, this many are evicted first; then twice as many, and so on."""
+BATCH = 64
+"""At most this many consumed samples are evicted at once."""
 REPORTED = 1 << 16
 """An answer names at most this many evicted samples."""
 NOTICE_S = 10.0
@@ -45,133 +53,90 @@ def budget_excess(state: State, partition: Partition, wanted: int, *, update: bo
 class Evictions:
     """Evicts samples for waiting puts.
 
-    A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in progress
-    names it. It is consumed if every task of its partition (at least one) has a final claim on it. Bytes are freed in
-    whole extents, or in parts of them: an extent is certainly freed only if all samples in it are evicted. Open units
-    are those that are connected and not drained: only they give space to puts."""
+    A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in
+    progress names it. It is consumed if every task of its partition (at least one) has a final claim on
+    it. Bytes are freed in whole extents, or in parts of them: an extent is certainly freed only if all
+    samples in it are evicted. Open units are those that are connected and not drained: only they give
+    space to puts."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     def make_space(
-        self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
+        self,
+        partition: Partition,
+        *,
+        excess: int,
+        short: int,
+        update: bool,
+        spare: Int64s = NO_ROWS,
     ) -> tuple[str, ...] | None:
-        """Evict samples of the partition, except `spare`, until it occupies `excess` bytes less and `short` bytes less
-        are used in open units. Return the ids of evicted samples that were not consumed, or None if it is impossible
-        (consumed samples may have been evicted nevertheless).
+        """Evict samples of the partition, except `spare`, until it occupies `excess` bytes less and
+        `short` bytes less are used in open units. Return the ids of evicted samples that were not
+        consumed, or None if it is impossible (then all consumed samples that may be are evicted).
 
-        Consumed samples are evicted as long as that may help. Others are evicted if the policy allows it, for new rows
-        only (an update may be of these very samples), and only if that certainly suffices.
+        Unconsumed samples are evicted if the policy allows it, for new rows only (an update may be of
+        these very samples), and only if that certainly suffices.
         """
-        goal = _Goal(self.state, partition, excess, short)
-        consumed, count = self._choose_victims(partition, goal, NO_ROWS, spare, consumed=True)
-        if count is not None:
-            self._evict(partition, consumed[:count], consumed=True)
-            return ()
-        most = self._freed_at_most(partition, goal, consumed)
-        if goal.is_met_by(most):
-            # It may suffice, if extents are freed in part.
-            if self._evict_in_steps(partition, goal, consumed):
-                return ()
-            consumed, most = NO_ROWS, (0, 0)  # all of them are evicted
-        # An attempt with `spare` says nothing about one without, so its result is not stored.
-        if update or partition.when_full is not WhenFull.EVICT_OLDEST:
+        account_goal = partition.account.used_bytes - excess
+        units_goal = self._used_bytes() - short
+        unconsumed = [NO_ROWS]
+        for rows in _rows_by_age(partition):
+            consumed, others = self._evictable(partition, rows, spare)
+            unconsumed.append(others)
+            for batch in _batches(consumed):
+                self._evict(partition, batch, consumed=True)
+                if partition.account.used_bytes <= account_goal and self._used_bytes() <= units_goal:
+                    return ()
+        if partition.when_full is not WhenFull.EVICT_OLDEST:
+            unconsumed = [NO_ROWS]
+        rows = np.concatenate(unconsumed)
+        count, gain = self._count_needed(
+            partition,
+            rows,
+            excess=partition.account.used_bytes - account_goal,
+            short=self._used_bytes() - units_goal,
+        )
+        if update or count is None:
+            # An attempt with `spare` says nothing about one without, so its result is not stored.
             if not len(spare):
-                self._store_outlook(partition, most, every=None)
+                at_most = self._potential(partition, partition.rows.in_order())
+                # For an update, not all unconsumed rows may have been examined.
+                partition.outlook = Outlook(at_most, (at_most, at_most) if update else gain)
             return None
-        # `both`: the consumed samples, followed by unconsumed ones.
-        both, count = self._choose_victims(partition, goal, consumed, spare, consumed=False)
-        if count is None:
-            if not len(spare):
-                # Unconsumed samples are only evicted for bytes that are certainly freed.
-                self._store_outlook(partition, most, every=self._freed_at_least(partition, goal, both))
-            return None
-        self._evict(partition, consumed, consumed=True)
-        others = both[len(consumed) : count]
-        lost = partition.rows.names_of(others)
-        self._evict(partition, others, consumed=False)
+        lost = partition.rows.names_of(rows[:count])
+        self._evict(partition, rows[:count], consumed=False)
         return lost[:REPORTED]
 
-    # --- failed attempts
-
     def certainly_fails(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
-        """Return whether `make_space` for a waiting put certainly fails, because nothing relevant changed since it
-        failed. The cost is proportional to the samples noted since (`Outlook.note`)."""
+        """Return whether `make_space` for a waiting put certainly fails, because nothing relevant
+        changed since it failed. The cost is proportional to the samples noted since then."""
         outlook = partition.outlook
-        if outlook is None or outlook.units != self._open_units():  # no failed attempt, or other units are open now
+        if outlook is None:  # no attempt failed
             return False
         if outlook.noted:
-            self._count_potential(partition, outlook, outlook.take_noted())
-        consumed_only = update or partition.when_full is not WhenFull.EVICT_OLDEST
-        return outlook.rules_out(excess, short, consumed_only=consumed_only)
-
-    def _store_outlook(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
-        """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted (None:
-        not computed), would free at most (see `Outlook`). It is kept while puts of the partition wait."""
-        extents = self.state.extents
-        extents.outlooks += 1  # a new number: extents counted for an earlier outlook count again
-        outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
-        self._count_potential(partition, outlook, partition.rows.in_order())
-
-    def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Add to the outlook's `hope_bytes` the extents of those rows that may be evicted, or could be if nobody read
-        them. Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
-        extents = self.state.extents
-        evictable, consumed = self._eviction_status(partition, rows)
-        if partition.when_full is not WhenFull.EVICT_OLDEST:
-            evictable &= consumed
-        cells = self._extents_of(partition, rows[evictable])
-        if cells:
-            numbers = np.unique(np.concatenate(cells))
-            # Number 0: no cell.
-            fresh = numbers[(numbers > 0) & (extents.hoped[numbers] != outlook.number)]
-            extents.hoped[fresh] = outlook.number
-            outlook.hope_bytes += extents.bytes_of(fresh)
-
-    def _open_units(self) -> tuple[int, ...]:
-        return tuple(unit.number for unit in self.state.units.values() if unit.open)
-
-    # --- steps
-
-    def _choose_victims(
-        self, partition: Partition, goal: _Goal, rows: Int64s, spare: Int64s, *, consumed: bool
-    ) -> tuple[Int64s, int | None]:
-        """Return `rows` followed by rows that may be evicted, oldest first, and how many of them, from the first on,
-        suffice (None: all are too few). `consumed`: look for consumed rows, else for unconsumed ones."""
-        for part in _rows_by_age(partition):
-            evictable = self._evictable(partition, part, spare, consumed=consumed)
-            if len(evictable):
-                rows = np.concatenate([rows, evictable])
-                count = self._count_needed(partition, goal, rows)
-                if count is not None:
-                    return rows, count
-        return rows, None
-
-    def _evict_in_steps(self, partition: Partition, goal: _Goal, rows: Int64s) -> bool:
-        """Evict these consumed rows in steps until the goal is reached: if only parts of extents are freed, the
-        required number of samples is unknown. Return whether it was reached."""
-        start, step = 0, FIRST_STEP
-        while start < len(rows) and not goal.reached:
-            self._evict(partition, rows[start : start + step], consumed=True)
-            start, step = start + step, 2 * step
-        return goal.reached
+            outlook.at_most += self._potential(partition, outlook.take_noted())
+        if outlook.gain is None:
+            return outlook.at_most < max(excess, short)
+        return update or outlook.gain[0] < excess or outlook.gain[1] < short
 
     # --- selection
 
-    def _evictable(self, partition: Partition, rows: Int64s, spare: Int64s, *, consumed: bool) -> Int64s:
-        """Return those of the rows, except `spare`, that may be evicted: with `consumed` only consumed ones, else only
-        unconsumed ones."""
-        evictable, is_consumed = self._eviction_status(partition, rows)
+    def _evictable(self, partition: Partition, rows: Int64s, spare: Int64s) -> tuple[Int64s, Int64s]:
+        """Return those of the rows, except `spare`, that may be evicted: the consumed ones, and the
+        others."""
+        evictable, consumed = self._eviction_status(partition, rows)
         evictable &= ~np.isin(rows, spare)
-        evictable &= is_consumed if consumed else ~is_consumed
         for cells in self._extents_of(partition, rows):
             evictable &= (cells == 0) | (self.state.extents.pins[cells] == 0)
-        return rows[evictable]
+        return rows[evictable & consumed], rows[evictable & ~consumed]
 
     def _eviction_status(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
-        """Return which of the rows may be evicted (ignoring pins), and which are consumed. A row may not be evicted if
-        a put in progress names it, or if a claim that is not permanent holds it. Without tasks, no row is consumed."""
-        evictable, consumed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
+        """Return which of the rows may be evicted (ignoring pins), and which are consumed. A row may
+        not be evicted if a put in progress names it, or if a claim that is not permanent holds it.
+        Without tasks, no row is consumed."""
+        evictable = ~partition.targeted(rows)
+        consumed = np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
             permanent = task.claimed_permanently(rows)
             evictable &= permanent | (task.claim_ids[rows] == 0)
@@ -184,109 +149,97 @@ class Evictions:
 
     # --- amounts
 
-    def _freed_at_most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
-        """Return the most bytes that evicting these rows can free, as (of the partition, in open units): the sizes of
-        all extents with cells of the rows."""
-        cells = self._extents_of(partition, rows)
-        numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
-        sizes = self.state.extents.sizes[numbers]  # number 0 (no cell) has size 0
-        return int(sizes.sum()), int(sizes[goal.on_open_units(numbers)].sum())
+    def _used_bytes(self) -> int:
+        """Return the bytes used in open units."""
+        return sum(unit.used_bytes for unit in self.state.units.values() if unit.open)
 
-    def _count_needed(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
-        """Return how many of the rows, from the first on, must be evicted so that the freed bytes certainly
-        suffice. None if all of them are too few."""
-        excess, short = goal.remaining
-        freed = self._freed_bytes_by_count(partition, goal, rows)
-        enough = (freed[0] >= excess) & (freed[1] >= short)
-        return int(enough.argmax()) + 1 if some(enough) else None  # argmax: the first that suffices
+    def _potential(self, partition: Partition, rows: Int64s) -> int:
+        """Return how many bytes the eviction of these rows can free at most, once nobody reads them:
+        the sizes of all extents with cells of those that the policy allows to be evicted."""
+        evictable, consumed = self._eviction_status(partition, rows)
+        if partition.when_full is not WhenFull.EVICT_OLDEST:
+            evictable &= consumed
+        cells = self._extents_of(partition, rows[evictable])
+        # Number 0 (no cell) has size 0.
+        return self.state.extents.bytes_of(np.unique(np.concatenate(cells))) if cells else 0
 
-    def _freed_at_least(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
-        """Return the bytes, of the partition and in open units, that are certainly freed if all of the rows are
-        evicted."""
-        freed = self._freed_bytes_by_count(partition, goal, rows)
-        return (int(freed[0, -1]), int(freed[1, -1])) if freed.size else (0, 0)
+    def _count_needed(
+        self, partition: Partition, rows: Int64s, *, excess: int, short: int
+    ) -> tuple[int | None, tuple[int, int]]:
+        """Return how many of the rows, from the first on, must be evicted so that `excess` bytes of the
+        partition and `short` bytes in open units are certainly freed (None: all of them are too few),
+        and the (bytes of the partition, bytes in open units) that the examined rows free."""
+        examined = FIRST_LOOK
+        while True:
+            freed = self._freed_by_count(partition, rows[:examined])
+            gain = int(freed[0, -1]), int(freed[1, -1])
+            enough = (freed[0] >= excess) & (freed[1] >= short)
+            if some(enough):
+                return int(enough.argmax()), gain  # argmax: the first that suffices
+            if examined >= len(rows):
+                return None, gain
+            examined *= 2
 
-    def _freed_bytes_by_count(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
-        """Return an array [2, N]: its entry [0, i] is how many bytes of the partition are certainly freed if the rows 0
-        to i are evicted, [1, i] how many bytes in open units. Freed are the extents whose live cells all belong to
-        these rows."""
+    def _freed_by_count(self, partition: Partition, rows: Int64s) -> Int64s:
+        """Return an array [2, N + 1]: its entry [0, i] is how many bytes of the partition are certainly
+        freed if the first i of the N rows are evicted, [1, i] how many bytes in open units. Freed are
+        the extents whose live cells all belong to these rows."""
         extents = self.state.extents
+        freed: Int64s = np.zeros((2, len(rows) + 1), np.int64)
         cells = self._extents_of(partition, rows)
-        freed: Int64s = np.zeros((2, len(rows)), np.int64)
-        if not cells:
+        if not cells or not len(rows):
             return freed
-        # For each cell its extent, and the position of its sample in `rows`.
-        numbers, positions = np.concatenate(cells), np.tile(np.arange(len(rows)), len(cells))
-        positions, numbers = positions[numbers > 0], numbers[numbers > 0]
-        if not len(numbers):
-            return freed
-        order = np.lexsort((positions, numbers))  # by extent, then by position
-        distinct, counts, _ = tally(numbers[order], positions[order])
-        last = positions[order][counts.cumsum() - 1]  # the extent is freed with its last sample
-        complete = counts == extents.live[distinct]  # no live cell of the extent belongs to another row
-        distinct, last = distinct[complete], last[complete]
+        # For each cell its extent, and the number of rows up to the cell's.
+        numbers = np.concatenate(cells)
+        counts = np.tile(np.arange(1, len(rows) + 1), len(cells))
+        order = np.lexsort((counts, numbers))  # by extent, then by row
+        distinct, live, _ = tally(numbers[order], counts[order])
+        last = counts[order][live.cumsum() - 1]  # the extent is freed with its last row
+        complete = live == extents.live[distinct]  # no live cell of the extent belongs to another row
+        distinct = distinct[complete]
+        last = last[complete]
+        open_units = [unit.number for unit in self.state.units.values() if unit.open]
+        on_open_units = np.isin(extents.units[distinct], np.array(open_units, np.int32))
         np.add.at(freed[0], last, extents.sizes[distinct])
-        np.add.at(freed[1], last, extents.sizes[distinct] * goal.on_open_units(distinct))
+        np.add.at(freed[1], last, extents.sizes[distinct] * on_open_units)
         total: Int64s = freed.cumsum(axis=1)
         return total
 
     # --- eviction
 
     def _evict(self, partition: Partition, rows: Int64s, *, consumed: bool) -> None:
-        """Evict these samples, all consumed or all not. Log the loss of unconsumed ones, at most every `NOTICE_S`."""
-        if not len(rows):
-            return
-        partition.evicted.note(partition.rows.names_of(rows), partition.generations_of(rows), consumed=consumed)
+        """Evict these samples, all consumed or all not. Log the loss of unconsumed ones, at most every
+        `NOTICE_S`."""
+        evicted = partition.evicted
+        evicted.note(partition.rows.names_of(rows), partition.generations_of(rows), consumed=consumed)
         partition.clear(rows)
         self.state.touch(partition)
-        if not consumed and self.state.now >= partition.evicted.noticed + NOTICE_S:
-            partition.evicted.noticed = self.state.now
+        if not consumed and self.state.now >= evicted.noticed + NOTICE_S:
+            evicted.noticed = self.state.now
             self.state.out.append(Notice(text=_eviction_text(partition)))
 
 
-class _Goal:
-    """The bytes that an eviction must free: `excess` of the partition, and `short` in open units. `_wanted`: the used
-    bytes at which the goal is reached, as (of the partition, in open units). `_units` and `_numbers`: the units that
-    were open when the goal was created, and their numbers."""
-
-    def __init__(self, state: State, partition: Partition, excess: int, short: int) -> None:
-        self._extents = state.extents
-        self._account = partition.account
-        self._units = [unit for unit in state.units.values() if unit.open]
-        self._numbers = np.array([unit.number for unit in self._units], np.int32)
-        self._wanted = partition.account.used_bytes - excess, _used_bytes(self._units) - short
-
-    @property
-    def remaining(self) -> tuple[int, int]:
-        """Bytes that must still be freed: of the partition, and in open units."""
-        return self._account.used_bytes - self._wanted[0], _used_bytes(self._units) - self._wanted[1]
-
-    @property
-    def reached(self) -> bool:
-        return self.is_met_by((0, 0))
-
-    def is_met_by(self, freed: tuple[int, int]) -> bool:
-        """Whether freeing these bytes more, of the partition and in open units, reaches the goal."""
-        excess, short = self.remaining
-        return freed[0] >= excess and freed[1] >= short
-
-    def on_open_units(self, numbers: Int32s) -> Bools:
-        """Return which of these extents are on open units."""
-        on_open: Bools = np.isin(self._extents.units[numbers], self._numbers)
-        return on_open
-
-
-def _used_bytes(units: list[Unit]) -> int:
-    return sum(unit.used_bytes for unit in units)
-
-
 def _rows_by_age(partition: Partition) -> Iterator[Int64s]:
-    """Yield all live rows in parts of increasing size, oldest first."""
-    rows, start, size = partition.rows, 0, FIRST_LOOK
+    """Yield all live rows in parts of increasing size, oldest first. Rows may be removed meanwhile."""
+    rows = partition.rows
+    start = 0
+    size = FIRST_LOOK
     while start < rows.end:
         part = rows.order[start : min(start + size, rows.end)]
         yield part[part >= 0]  # without removed rows
-        start, size = start + size, 2 * size
+        start += size
+        size *= 2
+
+
+def _batches(rows: Int64s) -> Iterator[Int64s]:
+    """Yield the rows in batches of 1, 2, 4, ..., `BATCH`, `BATCH`, ...: whoever stops early has taken
+    less than twice as many as needed."""
+    start = 0
+    size = 1
+    while start < len(rows):
+        yield rows[start : start + size]
+        start += size
+        size = min(2 * size, BATCH)
 
 
 def _eviction_text(partition: Partition) -> str:

@@ -240,7 +240,7 @@ class Reservations:
             partition = parked.partition
             account = partition.account.number
             if account in loosened and partition.outlook is not None:
-                partition.outlook.changed = True  # its bounds may not hold any longer
+                partition.outlook.gain = None  # it may be more now
             # Behind another put, only eviction can make space for this one.
             if (all_lines or account in loosened) and (not behind or partition.evicts):
                 if not self._try_to_serve(parked, behind=behind):

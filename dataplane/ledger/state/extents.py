@@ -83,10 +83,9 @@ class Extents:
 
     `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
     lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
-    since then. `hoped`: number of the `Outlook` that counts the extent (`outlooks`: the last such number). `stirred`:
-    on a unit in `watched`, an extent became live, lost its last pin or was freed, or any unit was dropped."""
+    since then. `stirred`: on a unit in `watched`, an extent became live, lost its last pin or was freed, or any unit
+    was dropped."""
 
-    outlooks = 0
     watched: frozenset[int] = frozenset()
     stirred = False
 
@@ -108,7 +107,6 @@ class Extents:
         self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
-        self.hoped: Int64s = np.zeros(64, np.int64)
 
     def open_account(self) -> Account:
         self.opened += 1
@@ -135,7 +133,6 @@ class Extents:
         self.starts[number] = start
         self.sizes[number] = size
         self.states[number] = RESERVED
-        self.hoped[number] = 0
         self.owners[number] = 0 if account is None else account.number
         if account is not None:
             account.charge(size)
@@ -349,7 +346,7 @@ class Extents:
     def _grow(self) -> None:
         """Enlarge all columns."""
         size = next_capacity(len(self.units), len(self.units) + 1)
-        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "hoped"):
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several"):
             setattr(self, name, grown(getattr(self, name), size))
 
 
