@@ -354,7 +354,7 @@ class UnitConnections:
         if arena is not None:  # one arena holds all rows (`which` is None): their offsets are valid as they are
             whole = [readable(arena)]
             return {
-                field.name: _source(field, whole, None, field.offsets, parts.get(field.name), arenas=1)
+                field.name: _source(field, whole, None, field.offsets, parts.get(field.name), whole_buffers=1)
                 for field in located
             }
         # All fields share `buffers`. For each field: the buffer index and offset of each row (`which`, `offsets`), and
@@ -372,7 +372,7 @@ class UnitConnections:
                 buffers.append(readable(arena))
             else:
                 remote.append(unit)
-        arenas = len(buffers)
+        whole_buffers = len(buffers)
         if remote:
             reads = [partial(self._fetch, unit, located, parts) for unit in remote]
             for fetched in self.together.run(reads):
@@ -380,7 +380,7 @@ class UnitConnections:
                     _add_received(columns, rows, received, buffers, which, offsets, owned)
         return {
             field.name: _source(
-                field, buffers, field_which, field_offsets, parts.get(field.name), arenas=arenas, ours=field_owned
+                field, buffers, field_which, field_offsets, parts.get(field.name), whole_buffers=whole_buffers, ours=field_owned
             )
             for field, field_which, field_offsets, field_owned in zip(located, which, offsets, owned, strict=True)
         }
@@ -486,14 +486,14 @@ def _source(
     offsets: c.Int64s,
     part: InnerPart | None,
     *,
-    arenas: int,
+    whole_buffers: int,
     ours: bool = False,
 ) -> RowSource:
-    """Return the source of a field whose values, or parts of them, are in these buffers. arenas: number of arenas; they
-    are the first buffers."""
+    """Return the source of a field whose values, or parts of them, are in these buffers. The first
+    `whole_buffers` of them are arenas."""
     if part is None:
         return RowSource(field.spec, buffers, which, offsets, field.lengths, ours)
-    return RowSource(part.spec, buffers, which, offsets, field.lengths, ours, part=part, arenas=arenas)
+    return RowSource(part.spec, buffers, which, offsets, field.lengths, ours, part=part, whole_buffers=whole_buffers)
 
 
 def _add_received(

@@ -285,19 +285,19 @@ def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -
     """Pad to `[N, S, *inner]` with `pad_value`, on the same device. S is `width` if that is more than 0, else the
     longest row. Raises ValueError if `width` is below the longest row, or the dtype cannot hold `pad_value`.
     """
-    lengths = row_lengths(nested).cpu()
-    size = padded_width(lengths.numpy(), width)
+    starts, lengths = host_starts_and_lengths(nested)
+    size = padded_width(lengths, width)
     values = detached_values(nested)
-    starts = row_starts(nested)
     if values.is_cpu:
-        pad_with = _pad_on_cpu
-    else:
-        pad_with = _pad_by_kernel if values.is_cuda and cuda_copy.copy_kernel() is not None else _pad_by_mask
-    return pad_with(values, starts, lengths, size, pad_value)
+        return _pad_on_cpu(values, starts, lengths, size, pad_value)
+    if values.is_cuda and cuda_copy.copy_kernel() is not None:
+        return _pad_by_kernel(values, starts, lengths, size, pad_value)
+    return _pad_by_mask(values, row_starts(nested), row_lengths(nested), size, pad_value)
 
 
-def _pad_on_cpu(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
-    """Return `[N, size, *inner]`: row i is the `lengths[i]` elements of `values` from `starts[i]` on, then padding."""
+def _pad_on_cpu(values: Tensor, starts: Int64s, lengths: Int64s, size: int, pad_value: Any) -> Tensor:
+    """Return `[N, size, *inner]`: row i is the `lengths[i]` elements of `values` from `starts[i]` on,
+    then padding."""
     inner = values.shape[1:]
     values = values.contiguous()
     out = torch.empty((len(lengths), size, *inner), dtype=values.dtype)
@@ -305,29 +305,31 @@ def _pad_on_cpu(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_
     gather_padded(
         [byte_view(values)],
         None,  # all rows are in this one buffer
-        starts.numpy() * unit_bytes,
-        lengths.numpy() * unit_bytes,
+        starts * unit_bytes,
+        lengths * unit_bytes,
         byte_view(out).reshape(len(lengths), size * unit_bytes),
         pad_element(pad_value, values.dtype),
     )
     return out
 
 
-def _pad_by_kernel(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
-    """Return the same as `_pad_on_cpu`, for tensors on a CUDA device, by one kernel after that for the padding."""
+def _pad_by_kernel(values: Tensor, starts: Int64s, lengths: Int64s, size: int, pad_value: Any) -> Tensor:
+    """As `_pad_on_cpu`, for `values` on a CUDA device: one kernel fills with padding, a second copies the
+    rows."""
     inner = values.shape[1:]
     values = values.contiguous()
     out = torch.empty((len(lengths), size, *inner), dtype=values.dtype, device=values.device)
     fill(out, pad_element(pad_value, values.dtype))
-    unit_bytes = values.element_size() * inner.numel()
-    rows = np.arange(len(lengths), dtype=np.int64) * (size * unit_bytes)
-    sources = starts.cpu().numpy() * unit_bytes + values.data_ptr()
-    cuda_copy.copy([(sources, rows + out.data_ptr(), lengths.numpy() * unit_bytes)], values.device)
+    unit_bytes = values.element_size() * inner.numel()  # of one element of a row
+    sources = values.data_ptr() + starts * unit_bytes
+    targets = out.data_ptr() + np.arange(len(lengths), dtype=np.int64) * (size * unit_bytes)
+    cuda_copy.copy([(sources, targets, lengths * unit_bytes)], values.device)
     return out
 
 
 def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
-    """Return the same as `_pad_on_cpu`, with a few kernels for all rows together, for tensors on an accelerator."""
+    """As `_pad_on_cpu`, for tensors (`starts` included) on any accelerator: a few kernels for all rows
+    together."""
     out = values.new_empty((len(lengths), size, *values.shape[1:]))
     out.fill_(pad_scalar(pad_value, values.dtype))
     columns = torch.arange(size, device=values.device)

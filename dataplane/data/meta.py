@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NoReturn, TypeVar
@@ -80,7 +81,7 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         """Check fields, handles and per-sample values. Copy lists and dicts, per-sample lists to FixedLists."""
-        ids = _check_names("sample_ids", self.sample_ids)
+        ids = list_of_names("sample_ids", self.sample_ids)
         # `dataclasses.replace` passes on `_named`, the ids of the original meta. Values that belong to those ids are
         # row handles and FixedLists; lists from the caller are plain lists.
         inherited = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
@@ -89,7 +90,7 @@ class KVBatchMeta:
                 "sample_ids were replaced, but row handles, sequence_lengths or tags belong to the previous samples; "
                 "use subset, slice or drop of the meta, or create a KVBatchMeta with the new ids"
             )
-        fields = None if self.fields is None else _check_names("fields", self.fields)
+        fields = None if self.fields is None else list_of_names("fields", self.fields)
         tags = None if self.tags is None else _one_per_sample("tags", self.tags, len(ids))
         if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
             raise UnsupportedValueError(
@@ -179,7 +180,7 @@ class KVBatchMeta:
     def drop(self, sample_ids: Collection[str]) -> KVBatchMeta:
         """Return all samples except those with these ids. Raises ValueError if the meta lacks one of the ids. To drop
         samples by position, use `subset` with a mask."""
-        dropped = set(_check_names("sample_ids", sample_ids))
+        dropped = set(list_of_names("sample_ids", sample_ids))
         unknown = dropped.difference(self.sample_ids)
         if unknown:
             raise InvalidRequestError(f"cannot drop samples {first_few(sorted(unknown))}: they are not in this meta")
@@ -223,7 +224,7 @@ class KVBatchMeta:
 
     def with_fields(self, fields: Sequence[str] | None) -> KVBatchMeta:
         """Return a meta that refers to `fields`."""
-        return self._replace(fields=None if fields is None else _check_names("fields", fields))
+        return self._replace(fields=None if fields is None else list_of_names("fields", fields))
 
     def with_handles(self, rows: Int64s, generations: Int64s) -> KVBatchMeta:
         """Return a meta with these row handles, `[N]` each, which the client receives from the service."""
@@ -288,18 +289,23 @@ def _pick(values: list[_Value], indices: Sequence[int]) -> list[_Value]:
 # --- checks -------------------------------------------------------------------------------------------------------
 
 
-def _check_names(what: str, names: Iterable[str]) -> list[str]:
-    """Return the names as a list. UnsupportedValueError for a single str, and unless all are str."""
-    if isinstance(names, str | bytes):
-        got = f"a single {type(names).__name__}"
-        raise UnsupportedValueError(field=f"argument {what}", row=None, got=got, hint=f"Pass {what} as a list of str.")
+def list_of_names(what: str, names: Iterable[str]) -> list[str]:
+    """Return the names, given as argument `what`, as a list. Raises InvalidRequestError for one string
+    (whose characters would be taken for names), and UnsupportedValueError for other values."""
+    if isinstance(names, str):
+        raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
+    if not isinstance(names, Iterable):
+        raise _no_list_of_names(what, None, names)
     listed = list(names)
-    if set(map(type, listed)) - {str}:  # other types than exactly str: subclasses of str are accepted
-        for row, name in enumerate(listed):
-            if not isinstance(name, str):
-                got, hint = type(name).__name__, f"Pass {what} as a list of str."
-                raise UnsupportedValueError(field=f"argument {what}", row=row, got=got, hint=hint)
+    for row, name in enumerate(listed):
+        if not isinstance(name, str):
+            raise _no_list_of_names(what, row, name)
     return listed
+
+
+def _no_list_of_names(what: str, row: int | None, got: Any) -> UnsupportedValueError:
+    hint = "Pass a list of strings."
+    return UnsupportedValueError(field=f"argument {what}", row=row, got=reprlib.repr(got), hint=hint)
 
 
 def _one_per_sample(what: str, values: Iterable[Any], size: int) -> list[Any]:

@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane.client.client import DataPlaneClient
 from dataplane.client.operations.claim import ClaimOptions, convert_options
-from dataplane.client.operations.sample_names import name_tuple
 from dataplane.core import devices
 from dataplane.core.durations import as_timeout
 from dataplane.core.failpoints import hit
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
 from dataplane.data.columns import use_on_current_stream
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.errors import (
     CallTimeoutError,
     ClaimTimeoutError,
@@ -130,8 +129,8 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
             raise ValueError(f"{dp_rank=}, {dp_world=}: pass both or neither")
         timeout_s = as_timeout("timeout_s", timeout_s)
         lease_s = convert_options(ClaimOptions, options).get("lease_s")
-        fields = name_tuple("fields", fields)
-        required = fields if required_fields is None else name_tuple("required_fields", required_fields)
+        fields = tuple(list_of_names("fields", fields))
+        required = fields if required_fields is None else tuple(list_of_names("required_fields", required_fields))
         gpu = None if device is None else devices.gpu(device)  # with the index that is current in this thread
         form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device if gpu is None else gpu)
         claims = _ClaimReader(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.client.operations.sample_names import ids_of, name_tuple, tag_columns, tags_of
+from dataplane.client.operations.sample_names import ids_of, tag_columns, tags_of
 from dataplane.data.columns import require_fields
+from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 
 
@@ -51,10 +52,26 @@ def test_only_what_is_no_plain_number_is_converted() -> None:
     assert tags_of(tag_columns(tags, 2, convert), 2) == [{"a": 1, "b": None}, {"a": "a 1 x", "b": "b 1 [1]"}]
 
 
-@pytest.mark.parametrize("names", [5, None, [5], ["x", None], b"x"])
-def test_other_names_than_strings_are_refused_with_their_value(names: Any) -> None:
-    with pytest.raises(UnsupportedValueError, match=re.escape(f"argument fields: {names!r} is not supported")):
-        name_tuple("fields", names)
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (5, "argument fields: 5"),
+        (None, "argument fields: None"),
+        ([5], "argument fields, row 0: 5"),
+        (["x", None], "argument fields, row 1: None"),
+        (b"x", "argument fields, row 0: 120"),
+    ],
+)
+def test_other_names_than_strings_are_refused_with_their_value(names: Any, text: str) -> None:
+    with pytest.raises(UnsupportedValueError, match=f"{text} is not supported"):
+        list_of_names("fields", names)
+
+
+def test_one_string_is_no_list_of_names() -> None:
+    with pytest.raises(InvalidRequestError, match="fields='ids': pass a list of names"):
+        list_of_names("fields", "ids")
+    with pytest.raises(InvalidRequestError, match="sample_ids='ids': pass a list of names"):
+        KVBatchMeta("p", None, "ids")
 
 
 @pytest.mark.parametrize("name", [5, None, b"x", ("x",), ""])

@@ -256,7 +256,7 @@ def test_a_part_of_elements_that_are_outside_their_buffer_is_an_error(read: Any,
     whole, part = (FieldSpec(FieldKind.JAGGED, "uint8", (size,)) for size in (8, 1))
     inner = InnerPart(whole, part, (slice(1),), InnerSlice.of((8,), 1, (slice(1),)))
     buffer = np.zeros(16, np.uint8)
-    source = RowSource(part, [buffer], None, np.array([offset]), np.array([1]), part=inner, arenas=1)
+    source = RowSource(part, [buffer], None, np.array([offset]), np.array([1]), part=inner, whole_buffers=1)
     with pytest.raises(InternalError, match="outside the memory"):
         read(source)
 

@@ -17,13 +17,13 @@ from dataplane.client.checkpoint.atomic_dir import Place
 from dataplane.client.checkpoint.files import FILE_BYTES, DamagedValueError, FilePart, array_part, stored_part
 from dataplane.client.checkpoint.manifest import CellsEntry, CheckpointInfo, FieldEntry, PartitionEntry, RowsEntry
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import name_tuple
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.types import FieldKind
 from dataplane.data.columns import RowSource
+from dataplane.data.meta import list_of_names
 from dataplane.data.object_codec import encode_object
 from dataplane.errors import ChecksumError, InvalidRequestError, RequestTooLargeError
 from dataplane.ledger import commands as c
@@ -68,7 +68,7 @@ def checkpoint(
 
 def selected_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
     """Return the named partitions; an empty tuple (for None) stands for all. Reject [] and a single string."""
-    names = () if partitions is None else name_tuple("partitions", partitions)
+    names = () if partitions is None else tuple(list_of_names("partitions", partitions))
     if partitions is not None and not names:
         raise InvalidRequestError(f"partitions={partitions!r}: pass at least one name, or None for all partitions")
     return names

@@ -13,13 +13,13 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 
 from dataplane.client.operations.field_names import check_claim
-from dataplane.client.operations.sample_names import meta_of, name_tuple, samples_of, scalar, send_for_samples
+from dataplane.client.operations.sample_names import meta_of, samples_of, scalar, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import SessionState
 from dataplane.core.durations import as_timeout, seconds, seconds_if_any
 from dataplane.core.schema import DROPPED_SAMPLES
 from dataplane.data.conditions import Where, conditions_of
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
@@ -126,7 +126,7 @@ def claim_command(
     return c.Claim(
         partition=partition,
         task=task,
-        fields=name_tuple("required_fields", required_fields),
+        fields=tuple(list_of_names("required_fields", required_fields)),
         batch_size=batch_size,
         dp_rank=None if dp_world is None and step is None else dp_rank,
         dp_world=dp_world,
@@ -200,7 +200,7 @@ def extend(session_state: SessionState, meta: KVBatchMeta, lease_s: float) -> Op
 
 def consumed(session_state: SessionState, partition: str, task_names: Sequence[str]) -> Operation[bool]:
     """Return whether the partition is complete and the tasks have consumed all of its samples."""
-    answer = yield Send(c.CheckConsumption(partition=partition, tasks=name_tuple("task_names", task_names)))
+    answer = yield Send(c.CheckConsumption(partition=partition, tasks=tuple(list_of_names("task_names", task_names))))
     return bool(answer.result.consumed)
 
 
@@ -216,7 +216,7 @@ def why_blocked(
     command = c.WhyBlocked(
         partition=partition,
         task=task,
-        fields=name_tuple("required_fields", fields),
+        fields=tuple(list_of_names("required_fields", fields)),
         **convert_options(ClaimConditions, conditions),
     )
     return (yield Send(command)).result  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, samples_of, send_for_samples
+from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
@@ -41,7 +41,7 @@ from dataplane.data.columns import (
     widened,
 )
 from dataplane.data.jagged import checked_width, not_per_token
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
 from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
 from dataplane.ledger import commands as c
@@ -65,7 +65,7 @@ def get(
     """Return the fields of the samples, or parts of them, as a TensorDict on `device`, by default the CPU; there, with
     `copy=False`, as views where rows are contiguous."""
     gpu = None if device is None else devices.gpu(device)
-    select_fields = name_tuple("select_fields", select_fields)
+    select_fields = tuple(list_of_names("select_fields", select_fields))
     parts = row_parts(tokens, inner, len(ids_of(names)), select_fields)
 
     def build(sources: Mapping[str, RowSource], _: Sequence[c.FieldLocations]) -> TensorDict:
@@ -286,7 +286,7 @@ def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Seq
         raise UnsupportedValueError(
             field="argument meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta."
         )
-    fields = meta.fields if select_fields is None else name_tuple("select_fields", select_fields)
+    fields = meta.fields if select_fields is None else tuple(list_of_names("select_fields", select_fields))
     if not fields:
         raise InvalidRequestError("no fields to read: select_fields and meta.fields are both empty; pass select_fields")
     return fields

@@ -10,7 +10,6 @@ from dataplane.client.operations.sample_names import (
     Names,
     ids_of,
     meta_of,
-    name_tuple,
     samples_of,
     send_for_samples,
     tag_columns,
@@ -18,7 +17,7 @@ from dataplane.client.operations.sample_names import (
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
 from dataplane.data.columns import declared_specs
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 
@@ -43,7 +42,7 @@ def register(
         partition=partition,
         fields=declared_specs(fields),
         num_samples=num_samples,
-        tasks=name_tuple("consumer_tasks", consumer_tasks),
+        tasks=tuple(list_of_names("consumer_tasks", consumer_tasks)),
         group_size=grpo_group_size,
         enums=None if enums is None else {name: tuple(values) for name, values in enums.items()},
         strict=strict,

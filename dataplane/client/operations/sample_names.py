@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numbers
-import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.core.types import Scalar
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError, first_few
 from dataplane.ledger import commands as c
 
@@ -35,13 +34,7 @@ def ids_of(names: Names) -> list[str]:
             got=type(names).__name__,
             hint="Pass a list of strings or a KVBatchMeta.",
         )
-    ids = list(names)
-    if set(map(type, ids)) - {str}:  # a fast test; the exact one also accepts subclasses of str
-        for row, name in enumerate(ids):
-            if not isinstance(name, str):
-                raise UnsupportedValueError(
-                    field="argument sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
-                )
+    ids = list_of_names("sample_ids", names)
     if len(set(ids)) != len(ids):
         duplicates = [name for name, count in Counter(ids).items() if count > 1]
         raise InvalidRequestError(f"sample ids must be distinct, but {first_few(duplicates)} occur more than once")
@@ -154,18 +147,6 @@ def meta_of(
     if not isinstance(listed, c.Claimed) or not listed.claim:  # claim id 0: a peek claims nothing
         return meta
     return meta.with_claims(np.full(meta.size, listed.claim, np.int64))
-
-
-def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return a list of names as a tuple. Raise `InvalidRequestError` for a single string, and `UnsupportedValueError`
-    for other values."""
-    if isinstance(names, str):
-        raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
-    listed = tuple(names) if isinstance(names, Iterable) else ()
-    if not all(isinstance(name, str) for name in listed) or not isinstance(names, Iterable):
-        hint = "Pass a list of strings."
-        raise UnsupportedValueError(field=f"argument {what}", row=None, got=reprlib.repr(names), hint=hint)
-    return listed
 
 
 def send_for_samples(ids: Sequence[str], command: c.Command) -> Operation[Any]:

@@ -295,7 +295,7 @@ def _with_shape(source: RowSource, values: Tensor, offsets: SharedOffsets | None
 def _view_values(source: RowSource, buffer_number: int, start: int) -> Tensor | None:
     """View the values of all rows, which are adjacent from byte `start` of a buffer on, as `[sum of the lengths,
     *inner]`. Return None if they are not aligned to the element."""
-    part = source.part if buffer_number < source.arenas else None
+    part = source.part if buffer_number < source.whole_buffers else None
     spec = source.spec if part is None else part.whole
     buffer = source.buffers[buffer_number]
     memory_address = address(buffer) + start

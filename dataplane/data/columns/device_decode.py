@@ -182,7 +182,7 @@ def _copy_to_pinned(source: RowSource, runs: list[Run]) -> RowSource:
     memory = pinned(int(sizes.sum()))
     source.copy_to(memory, runs)
     return dataclasses.replace(
-        source, buffers=[memory], which=None, offsets=np.cumsum(sizes) - sizes, part=None, arenas=0
+        source, buffers=[memory], which=None, offsets=np.cumsum(sizes) - sizes, part=None, whole_buffers=0
     )
 
 

@@ -47,8 +47,8 @@ class RowSource:
     at their final location (None: no verification).
 
     pieces: number of entries of each row. `which`, `offsets` and `lengths` then have `N * pieces` entries, those of a
-    row one after another. part: the part of each element that is read, which `spec` describes. The first `arenas`
-    buffers hold whole elements, the others hold the parts only.
+    row one after another. part: the part of each element that is read, which `spec` describes. The
+    first `whole_buffers` buffers hold whole elements, the others hold the parts only.
     """
 
     spec: FieldSpec
@@ -60,7 +60,7 @@ class RowSource:
     check: Check | None = None
     pieces: int = 1
     part: InnerPart | None = None
-    arenas: int = 0
+    whole_buffers: int = 0
 
     @functools.cached_property
     def sizes(self) -> Int64s:
@@ -93,7 +93,7 @@ class RowSource:
         if self.part is None:
             return sizes
         whole = self.lengths * self.part.whole.unit_bytes
-        return whole if self.which is None else np.where(self.which < self.arenas, whole, sizes)
+        return whole if self.which is None else np.where(self.which < self.whole_buffers, whole, sizes)
 
     @functools.cached_property
     def row_lengths(self) -> Int64s:
@@ -140,20 +140,38 @@ class RowSource:
         """Return the index into `buffers` of each entry."""
         return [0] * len(self.lengths) if self.which is None else self.which.tolist()
 
-    def copy_to(self, target: UInt8s, later: list[Run]) -> None:
-        """Copy all rows to `target`, back to back. later: as in `gather`."""
+    def copy_to(self, target: UInt8s, deferred_runs: list[Run]) -> None:
+        """Copy all rows to `target`, back to back. deferred_runs: as `later` of `gather`."""
         # checked: `sizes` has verified that all rows are inside their buffers.
         if self.part is None:
-            gather(self.buffers, self.which, self.offsets, self.sizes, target, later=later, checked=True)
+            gather(
+                self.buffers,
+                self.which,
+                self.offsets,
+                self.sizes,
+                target,
+                later=deferred_runs,
+                checked=True,
+            )
         else:
-            self._copy_entries(target, np.cumsum(self.sizes) - self.sizes, later)
+            self._copy_entries(target, np.cumsum(self.sizes) - self.sizes, deferred_runs)
 
-    def copy_padded(self, target: UInt8s, pad: np.ndarray[Any, Any], later: list[Run]) -> None:
+    def copy_padded(self, target: UInt8s, pad: np.ndarray[Any, Any], deferred_runs: list[Run]) -> None:
         """Copy each row to its row of `target` and fill the rest with `pad`. See `gather_padded`."""
         if self.part is None and self.pieces == 1:
-            gather_padded(self.buffers, self.which, self.offsets, self.sizes, target, pad, later=later, checked=True)
+            gather_padded(
+                self.buffers,
+                self.which,
+                self.offsets,
+                self.sizes,
+                target,
+                pad,
+                later=deferred_runs,
+                checked=True,
+            )
             return
-        self._copy_entries(target.reshape(-1), self.padded_positions(target.shape[1]), later)
+        positions = self.padded_positions(target.shape[1])
+        self._copy_entries(target.reshape(-1), positions, deferred_runs)
         ends = self.sizes.reshape(-1, self.pieces).sum(axis=1)
         for row, end in zip(target, ends.tolist(), strict=True):
             row[end:].view(pad.dtype)[...] = pad
@@ -165,8 +183,10 @@ class RowSource:
         positions: Int64s = (starts + np.cumsum(sizes, axis=1) - sizes).reshape(-1)
         return positions
 
-    def _copy_entries(self, target: UInt8s, positions: Int64s, later: list[Run]) -> None:
-        """Copy the selected bytes of entry i to `target[positions[i]:]`."""
+    def _copy_entries(self, target: UInt8s, positions: Int64s, deferred_runs: list[Run]) -> None:
+        """Copy the selected bytes of entry i to `target[positions[i]:]`. A part of whole elements is
+        copied now. Other entries are only added to `deferred_runs`: their bytes are there after the
+        caller has copied these."""
         entries = zip(
             self.buffer_numbers(),
             self.offsets.tolist(),
@@ -175,11 +195,12 @@ class RowSource:
             positions.tolist(),
             strict=True,
         )
-        for number, offset, length, size, position in entries:
-            if not size:
+        for number, offset, elements, selected_bytes, position in entries:
+            if not selected_bytes:
                 continue
-            buffer, place = self.buffers[number], target[position : position + size]
-            if self.part is not None and number < self.arenas:
-                self.part.bytes.copy(buffer, offset, length, place)
+            buffer = self.buffers[number]
+            place = target[position : position + selected_bytes]
+            if self.part is not None and number < self.whole_buffers:
+                self.part.bytes.copy(buffer, offset, elements, place)
             else:
-                later.append((place, buffer[offset : offset + size]))
+                deferred_runs.append((place, buffer[offset : offset + selected_bytes]))

@@ -13,7 +13,17 @@ from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.tags import Tag
 from dataplane.ledger.state.tasks import ReadyIndex
-from dataplane.ledger.state.watches import HIT, NEVER, OPEN, Counts, Groups, Watch
+from dataplane.ledger.state.watches import (
+    EXCLUDED,
+    GONE,
+    NEVER,
+    NOT_YET,
+    TAKEABLE,
+    Counts,
+    Groups,
+    States,
+    Watch,
+)
 
 
 def refresh(watch: Watch, partition: Partition) -> None:
@@ -46,7 +56,7 @@ def _enough_ready(watch: Watch, least: int) -> bool:
         return watch.ready_index.count >= least
     if counts.groups is not None:
         return counts.groups.whole >= least // counts.groups.size
-    return counts.hits >= least
+    return counts.takeable >= least
 
 
 def _overdue_or_final(watch: Watch, partition: Partition, now: float) -> bool:
@@ -57,14 +67,16 @@ def _overdue_or_final(watch: Watch, partition: Partition, now: float) -> bool:
     if not partition.complete:
         return False
     if watch.counts is not None:
-        return not watch.counts.open
+        return not watch.counts.not_yet
     return watch.ready_index.count >= partition.rows.live - watch.ready_index.task.claimed  # all unclaimed are ready
 
 
 def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> tuple[bool, float]:
-    """Count the samples that changed. Return whether all samples were counted again, and the earliest creation time in
-    the groups that changed (NEVER: no group did)."""
-    tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
+    """Count the samples that changed. Return whether all samples were counted again, and the earliest
+    creation time in the groups that changed (NEVER: no group did)."""
+    tag = None
+    if counts.groups is not None:
+        tag = partition.tags.columns.get(counts.command.group_by)
     # The dtype of the tag decides whether NaN values form one group (see `Groups.numbers_of`).
     all_again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
     if all_again:
@@ -73,48 +85,75 @@ def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> t
         rows = np.unique(np.concatenate(counts.noted))
     else:
         return False, NEVER
-    counts.noted, counts.noted_rows = [], 0
+    counts.noted = []
+    counts.noted_rows = 0
     counts.stale = True  # cleared at the end: after an exception, everything is counted again
     if all_again:
         _restart_counts(counts, tag)
     if len(counts.states) < partition.rows.capacity:
         counts.states = grown(counts.states, partition.rows.capacity)
-    earliest = _count_rows(counts, partition, ready_index, rows, tag)
+    old = counts.states[rows]
+    new = _classify(counts.command, partition, ready_index, rows)
+    counts.states[rows] = new
+    _tally(counts, old, new)
+    earliest = NEVER
+    if counts.groups is not None:
+        earliest = _regroup(counts.groups, partition, rows, old, new, tag)
     counts.stale = False
     return all_again, earliest
 
 
 def _restart_counts(counts: Counts, tag: Tag | None) -> None:
-    """Clear the counts, before all samples are counted again. tag: the one by which samples are grouped, if any."""
+    """Clear the counts, before all samples are counted again. tag: the one by which samples are
+    grouped, if any."""
     counts.states[:] = 0
-    counts.hits = counts.open = 0
+    counts.takeable = 0
+    counts.not_yet = 0
     counts.typed = "" if tag is None else tag.values.dtype.str
     if counts.groups is not None:
         counts.groups = Groups(counts.groups.size)
 
 
-def _count_rows(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
-    """Update the counts of these rows. Return the earliest creation time in the groups that changed (NEVER: none)."""
-    command, tags, task = counts.command, partition.tags, ready_index.task
+def _classify(command: Claim, partition: Partition, ready_index: ReadyIndex, rows: Int64s) -> States:
+    """Return the state of each row for claims like `command`: TAKEABLE, NOT_YET, EXCLUDED or GONE."""
+    tags = partition.tags
+    task = ready_index.task
     unclaimed = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
     candidates = rows[unclaimed]
     where = conditions(partition.version, command)
-    ready, matching = partition.ready(task, ready_index.fields, candidates), tags.matches(where, candidates)
-    # hit: may be taken now; possible: may be taken later, with more fields or tags.
-    hit, possible = ready & matching, tags.undecided(where, candidates) | (matching & ~ready)
-    if counts.groups is not None:
+    ready = partition.ready(task, ready_index.fields, candidates)
+    matching = tags.matches(where, candidates)
+    takeable = ready & matching
+    not_yet = tags.undecided(where, candidates) | (matching & ~ready)
+    if command.group_size is not None:
         # A sample without the group tag is in no group; the tag may be set later.
         tagged = tags.present(command.group_by, candidates)
-        hit, possible = hit & tagged, possible | (matching & ~tagged)
-    old, new = counts.states[rows], np.zeros(len(rows), np.int8)
-    new[unclaimed] = np.where(hit, HIT, np.where(possible, OPEN, 0))
-    counts.hits += int(np.count_nonzero(new == HIT)) - int(np.count_nonzero(old == HIT))
-    counts.open += int(np.count_nonzero(new == OPEN)) - int(np.count_nonzero(old == OPEN))
-    counts.states[rows] = new
-    if counts.groups is None:
-        return NEVER
+        takeable &= tagged
+        not_yet |= matching & ~tagged
+    states = np.full(len(rows), GONE, np.int8)
+    states[unclaimed] = np.where(takeable, TAKEABLE, np.where(not_yet, NOT_YET, EXCLUDED))
+    return states
+
+
+def _tally(counts: Counts, old: States, new: States) -> None:
+    """Update the counts for rows whose states were `old` and are `new`."""
+    counts.takeable += int(np.count_nonzero(new == TAKEABLE))
+    counts.takeable -= int(np.count_nonzero(old == TAKEABLE))
+    counts.not_yet += int(np.count_nonzero(new == NOT_YET))
+    counts.not_yet -= int(np.count_nonzero(old == NOT_YET))
+
+
+def _regroup(groups: Groups, partition: Partition, rows: Int64s, old: States, new: States, tag: Tag | None) -> float:
+    """Move the rows, whose states were `old` and are `new`, to their groups: of equal values of `tag`
+    (None: no row has it). Return the earliest creation time in the groups that changed (NEVER: none)."""
     numbers = np.full(len(rows), -1)  # the group of each row; -1: none
     if tag is not None:
-        tagged_positions = np.flatnonzero(unclaimed)[tagged]
-        numbers[tagged_positions] = counts.groups.numbers_of(tag.values[rows[tagged_positions]])
-    return counts.groups.move(rows, numbers, was=old == HIT, is_hit=new == HIT, since=partition.rows.since)
+        grouped = (new != GONE) & tag.present[rows]
+        numbers[grouped] = groups.numbers_of(tag.values[rows[grouped]])
+    return groups.move(
+        rows,
+        numbers,
+        was_takeable=old == TAKEABLE,
+        is_takeable=new == TAKEABLE,
+        since=partition.rows.since,
+    )

@@ -17,25 +17,34 @@ from dataplane.ledger.state.arrays import Bools, Int64s, grown, next_capacity
 from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.tasks import ReadyIndex
 
-HIT, OPEN = 1, 2
-"""States of a row: a claim may take it now (HIT), or not now but possibly later (OPEN)."""
+GONE = 0
+"""State of a row that is claimed or was removed."""
+TAKEABLE = 1
+"""State of a row that a claim may take now."""
+NOT_YET = 2
+"""State of a row that a claim may take later, with more fields or tags."""
+EXCLUDED = 3
+"""State of an unclaimed row that the claim's conditions exclude as it is."""
+States = npt.NDArray[np.int8]
 NEVER = float("inf")
 Key = tuple[str, Scalar]
 
 
 class Watch:
-    """The parked claims of one `kind`. `waiters`: their (session, number), oldest first. `command`: one of their
-    commands. Claims without conditions and groups are counted by `ready_index` alone, and `counts` is None; others are
-    counted by `counts`. `leasts`: for each minimum number of samples, the number of claims with it. `next_at`: earliest
-    time at which the wait for a partial group may end."""
+    """The parked claims of one `kind`."""
 
     def __init__(self, kind: str, ready_index: ReadyIndex, command: Claim) -> None:
         self.kind = kind
         self.ready_index = ready_index
+        # One of the commands of the claims.
         self.command = command
+        # The (session, number) of the claims, oldest first.
         self.waiters: dict[tuple[int, int], None] = {}
+        # For each minimum number of samples, the number of claims with it.
         self.leasts: dict[int, int] = {}
+        # Earliest time at which the wait for a partial group may end.
         self.next_at = NEVER
+        # None for claims without conditions and groups: `ready_index` alone counts for these.
         # Whether there are conditions does not depend on the version.
         plain = not conditions(version=None, command=command) and command.group_size is None
         self.counts = None if plain else Counts(command)
@@ -66,21 +75,23 @@ class Watch:
 
 
 class Counts:
-    """Row counts for claims with conditions or groups; `waiting.refresh` recounts. `states[row]` is HIT (a claim may
-    take the row now), OPEN (not now, but possibly later) or 0 (neither); `hits` and `open` count the rows in these
-    states, and `states` is extended by the recount. The next recount examines the `noted` rows, or all rows
-    if `stale`; `noted_rows` counts the noted rows, repeats included. `groups` is None for claims without groups.
-    `typed`: dtype of the group tag ("": no tag) when the rows were last assigned to groups."""
+    """Row counts for claims with conditions or groups; `waiting.refresh` recounts."""
 
     def __init__(self, command: Claim) -> None:
         self.command = command
-        self.states: npt.NDArray[np.int8] = np.zeros(0, np.int8)
-        self.hits = 0
-        self.open = 0
+        # States by row, extended by the recount.
+        self.states: States = np.zeros(0, np.int8)
+        # The numbers of rows in state TAKEABLE, and in state NOT_YET.
+        self.takeable = 0
+        self.not_yet = 0
+        # The rows that the next recount examines, unless it examines all of them (`stale`).
         self.noted: list[Int64s] = []
+        # The number of noted rows, repeats included.
         self.noted_rows = 0
         self.stale = True
+        # The dtype of the group tag ("": no tag) when the rows were last assigned to groups.
         self.typed = ""
+        # None for claims without groups.
         self.groups = None if command.group_size is None else Groups(command.group_size)
 
     def note(self, rows: Int64s) -> None:
@@ -91,25 +102,28 @@ class Counts:
         self.noted_rows += len(rows)
         if self.noted_rows > len(self.states):  # more than a recount of all rows would examine
             self.stale = True
-            self.noted, self.noted_rows = [], 0
+            self.noted = []
+            self.noted_rows = 0
 
 
 class Groups:
-    """Groups of unclaimed rows by the value of a tag. `numbers`: group number by key, the type and value of the tag;
-    `keys`: key by group number (None: number not in use); `spare`: the numbers not in use. `of[row]`: number of the
-    row's group plus one (0: no group). By group number, `members` counts the group's rows, `hits` those in state HIT (a
-    claim may take them now), and `oldest` is the earliest creation time of its past and present rows. `whole`: number
-    of groups with at least `size` hits."""
+    """Groups of unclaimed rows by the value of a tag."""
 
     def __init__(self, size: int) -> None:
         self.size = size
+        # The number of groups with at least `size` takeable rows.
         self.whole = 0
+        # Group numbers by key, the type and value of the tag; and the keys by number (None: not in use).
         self.numbers: dict[Key, int] = {}
         self.keys: list[Key | None] = []
+        # The numbers that are not in use.
         self.spare: list[int] = []
+        # By row: the number of its group plus one (0: no group).
         self.of: Int64s = np.zeros(0, np.int64)
+        # By group number: its rows, and those in state TAKEABLE.
         self.members: Int64s = np.zeros(0, np.int64)
-        self.hits: Int64s = np.zeros(0, np.int64)
+        self.takeable: Int64s = np.zeros(0, np.int64)
+        # By group number: the earliest creation time of its past and present rows.
         self.oldest: npt.NDArray[np.float64] = np.zeros(0, np.float64)
 
     def numbers_of(self, values: np.ndarray[Any, Any]) -> Int64s:
@@ -138,35 +152,47 @@ class Groups:
             self.keys.append(key)
             if number >= len(self.members):
                 size = next_capacity(len(self.members), number + 1)
-                self.members, self.hits = grown(self.members, size), grown(self.hits, size)
+                self.members = grown(self.members, size)
+                self.takeable = grown(self.takeable, size)
                 self.oldest = grown(self.oldest, size)
         self.numbers[key] = number
         self.oldest[number] = NEVER
         return number
 
-    def move(self, rows: Int64s, numbers: Int64s, was: Bools, is_hit: Bools, since: npt.NDArray[np.float64]) -> float:
-        """Assign the rows to the groups `numbers` (-1: no group), and remove groups that become empty. was, is_hit:
-        whether each row was a hit before and is one now; since: creation times by row. Return the earliest creation
-        time in the groups that the rows left or joined, NEVER if there are none."""
+    def move(
+        self,
+        rows: Int64s,
+        numbers: Int64s,
+        *,
+        was_takeable: Bools,
+        is_takeable: Bools,
+        since: npt.NDArray[np.float64],
+    ) -> float:
+        """Assign the rows to the groups `numbers` (-1: no group), and remove groups that become empty.
+        was_takeable, is_takeable: whether each row was takeable before and is now; since: creation times
+        by row. Return the earliest creation time in the groups that the rows left or joined, NEVER if
+        there are none."""
         if len(self.of) < len(since):
             self.of = grown(self.of, len(since))
         # The group that each row leaves, and the one that it joins; -1: none.
-        left, joined = self.of[rows] - 1, numbers
+        left = self.of[rows] - 1
+        joined = numbers
         touched = np.unique(np.concatenate([left, joined]))
         touched = touched[touched >= 0]
         if not len(touched):
             return NEVER
-        whole_before = int(np.count_nonzero(self.hits[touched] >= self.size))
+        whole_before = int(np.count_nonzero(self.takeable[touched] >= self.size))
         np.subtract.at(self.members, left[left >= 0], 1)
-        np.subtract.at(self.hits, left[was & (left >= 0)], 1)  # `at` counts repeated groups, too
+        np.subtract.at(self.takeable, left[was_takeable & (left >= 0)], 1)  # `at` counts repeated groups, too
         inside = joined >= 0
         np.add.at(self.members, joined[inside], 1)
-        np.add.at(self.hits, joined[is_hit], 1)  # a hit is always in a group
+        np.add.at(self.takeable, joined[is_takeable], 1)  # a takeable row is always in a group
         np.minimum.at(self.oldest, joined[inside], since[rows[inside]])
         self.of[rows] = joined + 1
-        self.whole += int(np.count_nonzero(self.hits[touched] >= self.size)) - whole_before
+        self.whole += int(np.count_nonzero(self.takeable[touched] >= self.size)) - whole_before
         for number in touched[self.members[touched] == 0].tolist():
-            key, self.keys[number] = self.keys[number], None
+            key = self.keys[number]
+            self.keys[number] = None
             assert key is not None, number
             del self.numbers[key]
             self.spare.append(number)
