@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import granules_up
 from dataplane.data.columns import EncodedColumn
 from dataplane.ledger.commands import Placement, Preallocate
 
@@ -60,7 +60,7 @@ class PreallocatedPart:
         for number, column in enumerate(columns):
             for first, last in pairwise(accumulate(parts or [len(column.sizes)], initial=0)):
                 placements.append(Placement(column=number, first=first, last=last, unit=self.space.unit, offset=offset))
-                offset += _granules(column.bytes_of(first, last))
+                offset += granules_up(column.bytes_of(first, last))
         return placements
 
 
@@ -162,9 +162,4 @@ class PreallocatedBuffer:
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:
     """Return the arena bytes that the columns of a put need."""
-    return sum(_granules(column.nbytes) for column in columns)
-
-
-def _granules(nbytes: int) -> int:
-    """Round up to whole granules."""
-    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+    return sum(granules_up(column.nbytes) for column in columns)

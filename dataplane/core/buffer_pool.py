@@ -91,7 +91,7 @@ class BufferPool:
 
 def _region_size(nbytes: int) -> int:
     """Return the size of a new region for `nbytes`: rounded up to a multiple of `_STEP_BYTES`."""
-    return -(-nbytes // _STEP_BYTES) * _STEP_BYTES
+    return (nbytes + _STEP_BYTES - 1) // _STEP_BYTES * _STEP_BYTES
 
 
 def _map_region(nbytes: int) -> mmap.mmap:

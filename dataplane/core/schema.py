@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from dataplane.core.types import FieldKind
+from dataplane.core.types import FieldKind, ceil_div
 
 Layout = Literal["padded", "jagged"]
 """Form of jagged fields in a returned batch: right-padded `[N, S, ...]`, or `torch.nested` jagged tensors."""
@@ -118,4 +118,4 @@ def round_up(length: int, multiple: int) -> int:
     """Round `length` up to a multiple of `multiple`. Raises ValueError if `multiple` is less than 1."""
     if multiple < 1:
         raise ValueError(f"multiple={multiple}: must be at least 1")
-    return -(-length // multiple) * multiple
+    return ceil_div(length, multiple) * multiple

@@ -6,7 +6,7 @@ import enum
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,22 @@ from dataplane.core.plain_numbers import fits
 PROTOCOL_VERSION = 9
 GRANULE_BYTES = 64
 """Alignment of extents: they start and end on multiples of this, so no two extents share a cache line."""
+_Integers = TypeVar("_Integers")
+
+
+def ceil_div(dividend: _Integers, divisor: Any) -> _Integers:
+    """Divide, rounding up. The dividend, or both, may be an int or an array of integers."""
+    numerator: Any = dividend
+    quotient: _Integers = -(-numerator // divisor)
+    return quotient
+
+
+def granules_up(nbytes: _Integers) -> _Integers:
+    """Round up to whole granules: an int, or an array of integers."""
+    rounded: Any = ceil_div(nbytes, GRANULE_BYTES)
+    product: _Integers = rounded * GRANULE_BYTES
+    return product
+
 
 MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 1 << 40

@@ -296,8 +296,8 @@ def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -
 
 
 def _pad_on_cpu(values: Tensor, starts: Int64s, lengths: Int64s, size: int, pad_value: Any) -> Tensor:
-    """Return `[N, size, *inner]`: row i is the `lengths[i]` elements of `values` from `starts[i]` on,
-    then padding."""
+    """Return `[N, size, *inner]`: row i is the `lengths[i]` elements of `values` from `starts[i]`
+    on, then padding."""
     inner = values.shape[1:]
     values = values.contiguous()
     out = torch.empty((len(lengths), size, *inner), dtype=values.dtype)
@@ -314,8 +314,8 @@ def _pad_on_cpu(values: Tensor, starts: Int64s, lengths: Int64s, size: int, pad_
 
 
 def _pad_by_kernel(values: Tensor, starts: Int64s, lengths: Int64s, size: int, pad_value: Any) -> Tensor:
-    """As `_pad_on_cpu`, for `values` on a CUDA device: one kernel fills with padding, a second copies the
-    rows."""
+    """As `_pad_on_cpu`, for `values` on a CUDA device: one kernel fills with padding, a second
+    copies the rows."""
     inner = values.shape[1:]
     values = values.contiguous()
     out = torch.empty((len(lengths), size, *inner), dtype=values.dtype, device=values.device)
@@ -328,8 +328,8 @@ def _pad_by_kernel(values: Tensor, starts: Int64s, lengths: Int64s, size: int, p
 
 
 def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
-    """As `_pad_on_cpu`, for tensors (`starts` included) on any accelerator: a few kernels for all rows
-    together."""
+    """As `_pad_on_cpu`, for tensors (`starts` included) on any accelerator: a few kernels for all
+    rows together."""
     out = values.new_empty((len(lengths), size, *values.shape[1:]))
     out.fill_(pad_scalar(pad_value, values.dtype))
     columns = torch.arange(size, device=values.device)

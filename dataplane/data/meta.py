@@ -290,8 +290,9 @@ def _pick(values: list[_Value], indices: Sequence[int]) -> list[_Value]:
 
 
 def list_of_names(what: str, names: Iterable[str]) -> list[str]:
-    """Return the names, given as argument `what`, as a list. Raises InvalidRequestError for one string
-    (whose characters would be taken for names), and UnsupportedValueError for other values."""
+    """Return the names, given as argument `what`, as a list. Raises InvalidRequestError for one
+    string (whose characters would be taken for names), and UnsupportedValueError for other
+    values."""
     if isinstance(names, str):
         raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
     if not isinstance(names, Iterable):

@@ -11,7 +11,7 @@ import numpy as np
 
 from dataplane.core.inner_slice import InnerSlice
 from dataplane.core.row_copy import Int64s
-from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec, ceil_div
 from dataplane.data.columns import InnerPart
 from dataplane.data.jagged import MOST_TOKENS, not_per_token
 from dataplane.errors import InvalidRequestError
@@ -65,7 +65,7 @@ class ContextParallel:
             raise InvalidRequestError(
                 f"{self}: sample {int(lengths.argmax())} has {int(lengths.max())} tokens, more than pad_to"
             )
-        chunk = -(-lengths // self.chunks) if not self.pad_to else np.full(len(lengths), self.pad_to // self.chunks)
+        chunk = ceil_div(lengths, self.chunks) if not self.pad_to else np.full(len(lengths), self.pad_to // self.chunks)
         numbers = [self.rank, self.chunks - 1 - self.rank] if self.zigzag else [self.rank]
         starts = np.stack([np.minimum(chunk * number, lengths) for number in numbers], axis=1)
         stops = np.stack([np.minimum(chunk * (number + 1), lengths) for number in numbers], axis=1)

@@ -31,8 +31,15 @@ from dataplane.ledger.samples.inspection import Inspection
 from dataplane.ledger.samples.locate import Reads
 from dataplane.ledger.samples.partitions import Partitions, UnitReports
 from dataplane.ledger.samples.snapshots import Saves
-from dataplane.ledger.state.limits import Limits, check_limit
-from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, Session
+from dataplane.ledger.state.sessions import (
+    Limits,
+    Parked,
+    ParkedAllocate,
+    ParkedClaim,
+    ParkedFind,
+    Session,
+    check_limit,
+)
 from dataplane.ledger.state.state import State
 
 _EXEMPT_FROM_LIMIT = (c.Abort, c.Release, c.Unclaim, c.Bye)
@@ -122,7 +129,8 @@ class Ledger:
             self._reports[type(item)](item)
         self._serve_parked_calls()
         self._drop_idle_alarms()
-        out, self._state.out = self._state.out, []
+        out = self._state.out
+        self._state.out = []
         return out
 
     def next_deadline(self) -> float | None:
@@ -156,7 +164,8 @@ class Ledger:
 
     def _roots(self) -> list[Any]:
         """Return all objects on which future outputs depend, as `_use_roots` takes them."""
-        live, units = self._liveness, self._units
+        live = self._liveness
+        units = self._units
         return [self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added]
 
     def _use_roots(
@@ -170,8 +179,11 @@ class Ledger:
     ) -> None:
         """Continue with these roots, which an image contained."""
         self._use_state(state)
-        self._liveness.nonces, self._liveness.opened, self._liveness.next_look = nonces, opened, next_look
-        self._units.cookies, self._units.added = cookies, added
+        self._liveness.nonces = nonces
+        self._liveness.opened = opened
+        self._liveness.next_look = next_look
+        self._units.cookies = cookies
+        self._units.added = added
 
     def free_ranges(self, unit: int) -> list[tuple[int, int]]:
         """Return (offset, nbytes) of every free range of a unit's arena, by address. For tests."""
@@ -263,7 +275,8 @@ class Ledger:
     def _handle_call(self, call: c.Call) -> None:
         """Execute a call once. For a repeated call: send its answer again if it is kept, reject it if it is settled, do
         nothing while it is parked."""
-        state, number = self._state, call.number
+        state = self._state
+        number = call.number
         session = state.sessions.get(call.session)
         if session is None or not session.live:
             self._refuse_expired(call, session)
@@ -371,7 +384,8 @@ class Ledger:
             raise ValueError(f"new epoch {item.epoch} must be greater than the current epoch {state.epoch}")
         state.epoch = item.epoch
         state.reserve_fraction = item.reserve_fraction
-        state.heartbeat_s, state.session_timeout_s = item.heartbeat_s, item.session_timeout_s
+        state.heartbeat_s = item.heartbeat_s
+        state.session_timeout_s = item.session_timeout_s
         state.checksums = item.checksums
         state.watermarks = item.low_watermark, item.high_watermark
         for unit in state.units.values():

@@ -25,8 +25,7 @@ from dataplane.ledger.commands import (
     SessionGone,
     SessionSilent,
 )
-from dataplane.ledger.state.limits import check_limit
-from dataplane.ledger.state.sessions import Session, SessionStatus
+from dataplane.ledger.state.sessions import Session, SessionStatus, check_limit
 from dataplane.ledger.state.state import State
 
 HEARTBEATS_PER_S = 500
@@ -73,7 +72,8 @@ class Liveness:
 
     def open(self, item: OpenSession) -> None:
         """Open or continue a session, and output `Opened` with the session or the error."""
-        session, error = None, None
+        session = None
+        error = None
         try:
             session = self._open(item)
         except DataPlaneError as refused:
@@ -117,7 +117,7 @@ class Liveness:
         """Return the error for a client that wants to continue an unknown session: it ended, or an earlier state of the
         service was lost with it."""
         state = self.state
-        if item.epoch >= state.born:
+        if item.epoch >= state.created_epoch:
             return SessionExpiredError(session=item.session, why="it expired while its client was disconnected")
         lost = f"session {item.session}, and every partition, sample and claim of that epoch"
         return ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
@@ -138,7 +138,8 @@ class Liveness:
     def attached(self, item: SessionAttached) -> None:
         """Record that the session is local to the unit. If it has ended (and may be removed already), fence it
         there."""
-        session, unit = self.state.sessions.get(item.session), self.state.units.get(item.unit)
+        session = self.state.sessions.get(item.session)
+        unit = self.state.units.get(item.unit)
         if unit is None:
             return
         if session is None or not session.live:
@@ -183,7 +184,8 @@ class Liveness:
         """End a session: answer its parked calls, return its unconfirmed and leased claims, drop what it staged, and
         fence it on all units where it may hold bytes."""
         state = self.state
-        session.state, session.why = SessionStatus.ENDING, why
+        session.state = SessionStatus.ENDING
+        session.why = why
         for parked in list(session.parked.values()):
             state.unpark(parked, SessionExpiredError(session=session.number, why=why))
         session.answers.clear()
@@ -225,12 +227,17 @@ class Liveness:
         last, extent, offset)."""
         extents = self.state.extents
         for reservation in session.reservations.values():
-            on_unit = [[piece for piece in column if extents.units[piece[2]] == unit] for column in reservation.pieces]
+            on_unit = [
+                [piece for piece in column if extents.units[piece.extent] == unit] for column in reservation.pieces
+            ]
             if not any(on_unit):
                 continue
-            others = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
-            extents.free(np.array([piece[2] for column in on_unit for piece in column], np.int32))
-            reservation.pieces, reservation.broken = others, True
+            others = [
+                [piece for piece in column if extents.units[piece.extent] != unit] for column in reservation.pieces
+            ]
+            extents.free(np.array([piece.extent for column in on_unit for piece in column], np.int32))
+            reservation.pieces = others
+            reservation.broken = True
         for number, pinned in list(session.pins.items()):
             is_on_unit = extents.units[pinned] == unit
             extents.unpin(pinned[is_on_unit])
@@ -281,9 +288,12 @@ class Liveness:
         for session in list(self.state.sessions.values()):
             session.attached.pop(unit, None)
             for reservation in session.reservations.values():
-                kept = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
+                kept = [
+                    [piece for piece in column if extents.units[piece.extent] != unit] for column in reservation.pieces
+                ]
                 if kept != reservation.pieces:
-                    reservation.pieces, reservation.broken = kept, True
+                    reservation.pieces = kept
+                    reservation.broken = True
             for number, pinned in list(session.pins.items()):
                 session.pins[number] = pinned[extents.units[pinned] != unit]
             session.fencing.pop(unit, None)
@@ -370,7 +380,8 @@ class Liveness:
         """Order the unit to fence the session, together with all ended sessions numbered between its neighbours
         that still exist. The unit then remembers no more ranges of numbers than there are sessions."""
         existing = sorted(self.state.sessions)
-        before, after = bisect_left(existing, session), bisect_right(existing, session)
+        before = bisect_left(existing, session)
+        after = bisect_right(existing, session)
         first = existing[before - 1] + 1 if before else 1
         last = existing[after] - 1 if after < len(existing) else max(self.opened, session)
         self.state.out.append(FenceSession(unit=unit, session=session, lock_path=lock_path, first=first, last=last))

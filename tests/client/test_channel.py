@@ -32,9 +32,9 @@ from dataplane.errors import (
     ServiceUnavailableError,
     SessionExpiredError,
 )
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.ledger import Ledger
-from dataplane.ledger.state.limits import Limits
 from dataplane.protocol import zmq_frames
 from tests.children import Child
 from tests.controller.service import (  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane.ledger.commands import Claim, Predicate, WhyBlocked
-from dataplane.ledger.state.claim_terms import kind_of
+from dataplane.ledger.state.tasks import kind_of
 
 READY_INDEX: Any = SimpleNamespace(task=SimpleNamespace(name="train"), fields=("x",))
 COMMON: dict[str, Any] = {"partition": "p", "task": "train", "fields": ("x",), "batch_size": 2}

@@ -16,8 +16,8 @@ from dataplane.errors import (
     StaleSampleError,
     TaskNotFoundError,
 )
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
-from dataplane.ledger.state.limits import Limits
 from tests.ledger.driver import Client, Driver, by_ids
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from dataplane.client.rpc.call_numbers import CallNumbers
 from dataplane.errors import DataPlaneError, LimitError, StaleCallError
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
-from dataplane.ledger.state.limits import Limits
 from dataplane.ledger.state.sessions import Session
 from tests.ledger.driver import Driver, by_ids
 from tests.ledger.test_sessions import call, results

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dataplane.errors import ClaimTimeoutError, InvalidRequestError, ShareConflictError, StaleSampleError
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.claims.shares import HOLD_S
-from dataplane.ledger.state.limits import Limits
 from tests.ledger.driver import Client, Driver, by_ids
 
 IDS = [f"s{i}" for i in range(8)]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.ledger.state import free_space as space_module
-from dataplane.ledger.state.free_space import FreeSpace, granules_up
+from dataplane.ledger.state.free_space import FreeSpace
 from tests.profiles import budget
 
 CAPACITY = 96

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.ledger.commands import Commit
-from dataplane.ledger.state.free_space import granules_up
 from tests.simulation.rows import Value
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
@@ -47,7 +47,6 @@ from dataplane.ledger.commands import (
     UnitAdded,
     UnitLost,
 )
-from dataplane.ledger.state.free_space import granules_up
 from tests.ledger.values import canonical, placement_ranges, value_places
 from tests.simulation.claims import ClaimBooks
 from tests.simulation.moves import MoveBooks

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from dataplane.core.types import GRANULE_BYTES, FieldSpec
+from dataplane.core.types import GRANULE_BYTES, FieldSpec, granules_up
 from dataplane.errors import (
     BadRequestError,
     DataPlaneError,
@@ -53,7 +53,6 @@ from dataplane.ledger.commands import (
     TagColumn,
     UInt32s,
 )
-from dataplane.ledger.state.free_space import granules_up
 from tests.ledger.values import BYTES, WORDS, by_ids, int64s, value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.places import PlannedColumn, part_places

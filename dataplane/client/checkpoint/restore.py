@@ -26,7 +26,7 @@ from dataplane.client.operations.retry import with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
 from dataplane.core import failpoints
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import ceil_div, granules_up
 from dataplane.data.columns import EncodedColumn
 from dataplane.data.columns.values import FlatValues
 from dataplane.data.object_codec import decode_object
@@ -106,7 +106,7 @@ def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry]
         if entry.partition in existing and not replace:
             raise PartitionExistsError(partition=entry.partition)
     sizes = [cells.nbytes for entry in entries for cells in entry.cells]
-    wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)  # rounded up to whole granules
+    wanted = sum(granules_up(nbytes) for nbytes in sizes)
     capacity = sum(unit.capacity_bytes for unit in stats.units)
     if wanted > capacity and stats.units:  # too large for empty units; without any unit, the error below is raised
         raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=capacity, what="this checkpoint", hint=TOO_LARGE)
@@ -243,7 +243,7 @@ def _read_claimed(file_cache: _FileCache, entry: PartitionEntry) -> list[bytes]:
     """Return each task's bitmap of claimed samples, one bit each. Raise `CheckpointError` if the size is wrong."""
     opened = file_cache.file(entry.file)
     bitmaps = opened.bytes_of(f"{entry.prefix}/claimed").tobytes()
-    size = -(-entry.live // 8)  # bytes per task
+    size = ceil_div(entry.live, 8)  # bytes per task
     if len(bitmaps) != size * len(entry.tasks):
         raise opened.error(f"{len(bitmaps)} bytes of claims for {len(entry.tasks)} tasks of {entry.live} samples")
     return [bitmaps[size * task : size * (task + 1)] for task in range(len(entry.tasks))]

@@ -31,8 +31,8 @@ from dataplane.errors import (
     StaleSampleError,
     first_few,
 )
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
-from dataplane.ledger.state.limits import Limits
 
 log = logging.getLogger(__name__)
 

@@ -184,9 +184,9 @@ class RowSource:
         return positions
 
     def _copy_entries(self, target: UInt8s, positions: Int64s, deferred_runs: list[Run]) -> None:
-        """Copy the selected bytes of entry i to `target[positions[i]:]`. A part of whole elements is
-        copied now. Other entries are only added to `deferred_runs`: their bytes are there after the
-        caller has copied these."""
+        """Copy the selected bytes of entry i to `target[positions[i]:]`. A part of whole elements
+        is copied now. Other entries are only added to `deferred_runs`: their bytes are there after
+        the caller has copied these."""
         entries = zip(
             self.buffer_numbers(),
             self.offsets.tolist(),

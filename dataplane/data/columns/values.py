@@ -28,6 +28,7 @@ from torch import Tensor
 from dataplane.core.checksums import UInt32s, checksums_of, settled
 from dataplane.core.devices import CPU
 from dataplane.core.row_copy import LONG_BYTES, Int64s, Run, UInt8s, address, gather, merge_runs
+from dataplane.core.types import ceil_div
 from dataplane.data.tensor_memory import byte_view
 
 RAGGED_ALIGN_BYTES = 16
@@ -329,4 +330,4 @@ def ragged_header(tensor: Tensor) -> UInt8s:
 
 
 def _round_up(nbytes: int) -> int:
-    return -(-nbytes // RAGGED_ALIGN_BYTES) * RAGGED_ALIGN_BYTES
+    return ceil_div(nbytes, RAGGED_ALIGN_BYTES) * RAGGED_ALIGN_BYTES

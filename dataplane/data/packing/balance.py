@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from dataplane.core.types import ceil_div
 from dataplane.data.packing.bins import Bins, Int64s, concatenate, loads_of, split
 from dataplane.data.packing.packers import SequencePacker
 
@@ -56,7 +57,7 @@ def pack_balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[B
 
 def even_runs(tokens: Int64s, count: int) -> Bins:
     """Cut the rows into `count` bins of consecutive rows so that the fullest bin has the fewest possible tokens."""
-    lowest = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)  # no lower capacity can be enough
+    lowest = max(int(tokens.max()), ceil_div(int(tokens.sum()), count), 1)  # no lower capacity can be enough
     capacities = range(lowest, int(tokens.sum()) + 1)
     # Find the smallest capacity for which `count` bins are enough, by bisection: the key is False below it, then True.
     position = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)

@@ -13,6 +13,8 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.core.types import ceil_div
+
 Int64s = npt.NDArray[np.int64]
 Bins = list[list[int]]
 MOST_OPEN = 16
@@ -106,7 +108,7 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
     first_alone = np.searchsorted(rising, capacity - smallest, side="right")  # rows from here on fill a bin alone
     # The free space beside the other rows over half the capacity, and the bins for the shorter rows that exceed it.
     residual = (first_alone - half) * capacity - (sums[first_alone] - sums[half])
-    more_bins = np.maximum(-(-(sums[half] - sums[first_of_k] - residual) // capacity), 0)
+    more_bins = np.maximum(ceil_div(sums[half] - sums[first_of_k] - residual, capacity), 0)
     return int((len(rising) - half + more_bins).max())
 
 

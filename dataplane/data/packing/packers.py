@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataplane.core.types import ceil_div
 from dataplane.data.packing.bins import (
     Bins,
     Int64s,
@@ -82,7 +83,7 @@ class SequencePacker(ABC):
         bins = self._pack_bins(lengths) if len(lengths) else []
         count = max(len(bins), self.min_bin_count or 0)
         multiple = self.bin_count_multiple or 1
-        count = -(-count // multiple) * multiple  # rounded up
+        count = ceil_div(count, multiple) * multiple
         if count > len(lengths):
             raise InvalidRequestError(
                 f"{len(lengths)} sequences cannot fill {count} bins, because each bin needs at least one; pass more "
@@ -105,7 +106,7 @@ class SequencePacker(ABC):
         lengths = _check_lengths(sequence_lengths)
         loads = [int(lengths[list(rows)].sum()) for rows in bins]
         tokens, capacity = sum(loads), len(bins) * self.bin_capacity  # of all bins
-        fewest = -(-tokens // self.bin_capacity)  # rounded up
+        fewest = ceil_div(tokens, self.bin_capacity)
         balance = 1.0 if bins else 0.0
         if len(bins) > 1 and tokens:
             balance -= statistics.stdev(loads) * len(bins) / tokens
@@ -139,7 +140,7 @@ class SequencePacker(ABC):
             "min_waste_ratio": totals["min_waste_ratio"],
             "max_waste_ratio": totals["max_waste_ratio"],
             "average_bin_count": bins / totals["calls"],
-            "bin_efficiency": -(-tokens // self.bin_capacity) / bins if bins else 0.0,
+            "bin_efficiency": ceil_div(tokens, self.bin_capacity) / bins if bins else 0.0,
         }
 
     def _record_metrics(self, metrics: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.core.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
+from dataplane.core.types import ceil_div
 from dataplane.data.meta import KVBatchMeta
 from dataplane.data.packing.balance import pack_balanced
 from dataplane.data.packing.bins import Int64s
@@ -232,7 +233,7 @@ def _lengths_and_tokens(
             f"column {key!r}: expected {size} integers, one per row; got {column.dtype} of shape {list(column.shape)}"
         )
     lengths = column.astype(np.int64)
-    tokens = -(-lengths // multiple) * multiple
+    tokens = ceil_div(lengths, multiple) * multiple
     wrong = np.flatnonzero((lengths < 0) | (tokens > budget))
     if len(wrong):
         row = int(wrong[0])
@@ -249,7 +250,7 @@ def _lengths_and_tokens(
 
 def _split_plain(size: int, shards: int, per_batch: int) -> list[Shard]:
     """Give each shard a contiguous part of every global batch, in order."""
-    per_shard = -(-per_batch // shards)
+    per_shard = ceil_div(per_batch, shards)
     batch_starts = np.arange(0, size, per_batch or 1)[:, None]  # `per_batch` is 0 without rows
     # The part of each shard, as positions in a global batch. Only the last ones can be shorter.
     parts = [np.arange(shard * per_shard, min((shard + 1) * per_shard, per_batch)) for shard in range(shards)]

@@ -1,11 +1,11 @@
 """Budgets of partitions: eviction, watermarks, and the error of a put that finds no space.
 
-Eviction works in two steps. The first evicts consumed samples, oldest first, in batches of 1, 2, 4 and
-so on up to `BATCH`, until the put fits; so it may evict a few too many. If none is left and the
-policy is EVICT_OLDEST, the second step evicts as many unconsumed samples, oldest first, as certainly
-make the put fit, or none at all. The failure of both steps is remembered in an `Outlook`: a put that
-waits costs nothing until its partition changes, and then what is proportional to the change, until
-what changed may suffice for the put.
+Eviction works in two steps. The first evicts consumed samples, oldest first, in batches of 1, 2, 4
+and so on up to `BATCH`, until the put fits; so it may evict a few too many. If none is left and the
+policy is EVICT_OLDEST, the second step evicts as many unconsumed samples, oldest first, as
+certainly make the put fit, or none at all. The failure of both steps is remembered in an `Outlook`:
+a put that waits costs nothing until its partition changes, and then what is proportional to the
+change, until what changed may suffice for the put.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def budget_excess(state: State, partition: Partition, wanted: int, *, update: bo
 class Evictions:
     """Evicts samples for waiting puts.
 
-    A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in
-    progress names it. It is consumed if every task of its partition (at least one) has a final claim on
-    it. Bytes are freed in whole extents, or in parts of them: an extent is certainly freed only if all
-    samples in it are evicted. Open units are those that are connected and not drained: only they give
-    space to puts."""
+    A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put
+    in progress names it. It is consumed if every task of its partition (at least one) has a final
+    claim on it. Bytes are freed in whole extents, or in parts of them: an extent is certainly freed
+    only if all samples in it are evicted. Open units are those that are connected and not drained:
+    only they give space to puts."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -75,8 +75,8 @@ class Evictions:
         `short` bytes less are used in open units. Return the ids of evicted samples that were not
         consumed, or None if it is impossible (then all consumed samples that may be are evicted).
 
-        Unconsumed samples are evicted if the policy allows it, for new rows only (an update may be of
-        these very samples), and only if that certainly suffices.
+        Unconsumed samples are evicted if the policy allows it, for new rows only (an update may be
+        of these very samples), and only if that certainly suffices.
         """
         account_goal = partition.account.used_bytes - excess
         units_goal = self._used_bytes() - short
@@ -132,9 +132,9 @@ class Evictions:
         return rows[evictable & consumed], rows[evictable & ~consumed]
 
     def _eviction_status(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
-        """Return which of the rows may be evicted (ignoring pins), and which are consumed. A row may
-        not be evicted if a put in progress names it, or if a claim that is not permanent holds it.
-        Without tasks, no row is consumed."""
+        """Return which of the rows may be evicted (ignoring pins), and which are consumed. A row
+        may not be evicted if a put in progress names it, or if a claim that is not permanent holds
+        it. Without tasks, no row is consumed."""
         evictable = ~partition.targeted(rows)
         consumed = np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
@@ -154,8 +154,8 @@ class Evictions:
         return sum(unit.used_bytes for unit in self.state.units.values() if unit.open)
 
     def _potential(self, partition: Partition, rows: Int64s) -> int:
-        """Return how many bytes the eviction of these rows can free at most, once nobody reads them:
-        the sizes of all extents with cells of those that the policy allows to be evicted."""
+        """Return how many bytes the eviction of these rows can free at most, once nobody reads
+        them: the sizes of all extents with cells of those that the policy allows to be evicted."""
         evictable, consumed = self._eviction_status(partition, rows)
         if partition.when_full is not WhenFull.EVICT_OLDEST:
             evictable &= consumed
@@ -166,9 +166,9 @@ class Evictions:
     def _count_needed(
         self, partition: Partition, rows: Int64s, *, excess: int, short: int
     ) -> tuple[int | None, tuple[int, int]]:
-        """Return how many of the rows, from the first on, must be evicted so that `excess` bytes of the
-        partition and `short` bytes in open units are certainly freed (None: all of them are too few),
-        and the (bytes of the partition, bytes in open units) that the examined rows free."""
+        """Return how many of the rows, from the first on, must be evicted so that `excess` bytes of
+        the partition and `short` bytes in open units are certainly freed (None: all of them are too
+        few), and the (bytes of the partition, bytes in open units) that the examined rows free."""
         examined = FIRST_LOOK
         while True:
             freed = self._freed_by_count(partition, rows[:examined])
@@ -181,9 +181,9 @@ class Evictions:
             examined *= 2
 
     def _freed_by_count(self, partition: Partition, rows: Int64s) -> Int64s:
-        """Return an array [2, N + 1]: its entry [0, i] is how many bytes of the partition are certainly
-        freed if the first i of the N rows are evicted, [1, i] how many bytes in open units. Freed are
-        the extents whose live cells all belong to these rows."""
+        """Return an array [2, N + 1]: its entry [0, i] is how many bytes of the partition are
+        certainly freed if the first i of the N rows are evicted, [1, i] how many bytes in open
+        units. Freed are the extents whose live cells all belong to these rows."""
         extents = self.state.extents
         freed: Int64s = np.zeros((2, len(rows) + 1), np.int64)
         cells = self._extents_of(partition, rows)
@@ -208,8 +208,8 @@ class Evictions:
     # --- eviction
 
     def _evict(self, partition: Partition, rows: Int64s, *, consumed: bool) -> None:
-        """Evict these samples, all consumed or all not. Log the loss of unconsumed ones, at most every
-        `NOTICE_S`."""
+        """Evict these samples, all consumed or all not. Log the loss of unconsumed ones, at most
+        every `NOTICE_S`."""
         evicted = partition.evicted
         evicted.note(partition.rows.names_of(rows), partition.generations_of(rows), consumed=consumed)
         partition.clear(rows)
@@ -220,7 +220,8 @@ class Evictions:
 
 
 def _rows_by_age(partition: Partition) -> Iterator[Int64s]:
-    """Yield all live rows in parts of increasing size, oldest first. Rows may be removed meanwhile."""
+    """Yield all live rows in parts of increasing size, oldest first. Rows may be removed
+    meanwhile."""
     rows = partition.rows
     start = 0
     size = FIRST_LOOK
@@ -232,8 +233,8 @@ def _rows_by_age(partition: Partition) -> Iterator[Int64s]:
 
 
 def _batches(rows: Int64s) -> Iterator[Int64s]:
-    """Yield the rows in batches of 1, 2, 4, ..., `BATCH`, `BATCH`, ...: whoever stops early has taken
-    less than twice as many as needed."""
+    """Yield the rows in batches of 1, 2, 4, ..., `BATCH`, `BATCH`, ...: whoever stops early has
+    taken less than twice as many as needed."""
     start = 0
     size = 1
     while start < len(rows):
@@ -263,7 +264,8 @@ class Pressure:
         Of the partitions, it examines only those of these bytes."""
         state = self.state
         # The numbers of the accounts that gained or lost bytes.
-        moved, state.extents.moved = state.extents.moved, set()
+        moved = state.extents.moved
+        state.extents.moved = set()
         if not moved:
             return
         for unit in state.units.values():
@@ -287,10 +289,13 @@ class Pressure:
 def _pressure_text(owner: Unit | Partition, used: int, limit: int) -> str:
     """Return the log message about a change of `pressed`. Updates may use more than the limit for new rows."""
     if isinstance(owner, Partition):
-        name, of_budget = f"partition {owner.name!r}", "of its budget "
+        name = f"partition {owner.name!r}"
+        of_budget = "of its budget "
     else:
-        name, of_budget = f"storage unit {owner.number} ({owner.offer.name})", ""
-    fraction, beyond = min(used / max(limit, 1), 1.0), max(used - limit, 0)
+        name = f"storage unit {owner.number} ({owner.offer.name})"
+        of_budget = ""
+    fraction = min(used / max(limit, 1), 1.0)
+    beyond = max(used - limit, 0)
     used_text = f"all {limit:,}" if beyond else f"{used:,} of the {limit:,}"
     beyond_text = f", and {beyond:,} more" if beyond else ""
     return f"{name} is {100 * fraction:.0f}% full: {used_text} bytes {of_budget}for new rows are used{beyond_text}"

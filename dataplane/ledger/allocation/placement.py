@@ -10,13 +10,11 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import Commit, Int64s
 from dataplane.ledger.state.arrays import top
-from dataplane.ledger.state.free_space import granules_up
-from dataplane.ledger.state.limits import check_limit
-from dataplane.ledger.state.sessions import Want
+from dataplane.ledger.state.sessions import Want, check_limit
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
@@ -133,7 +131,10 @@ def give_back(pieces: list[Piece]) -> None:
 
 def _place_column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, split: bool) -> bool:
     """Add pieces for one column to `pieces`. Return False if it has no place; pieces taken so far stay in `pieces`."""
-    first, last, ends = 0, want.values(column), want.ends[column]  # ends[k]: sum of the first k sizes
+    # ends[k]: sum of the first k sizes.
+    first = 0
+    last = want.values(column)
+    ends = want.ends[column]
     while first < last:
         # All remaining values in one piece, or with `split` as many as the largest available piece can hold.
         taken = _take_piece(want, units, granules_up(int(ends[last] - ends[first])))

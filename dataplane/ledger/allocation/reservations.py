@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, Checksums, granules_up
 from dataplane.errors import (
     CapacityTimeoutError,
     DataPlaneError,
@@ -45,11 +46,16 @@ from dataplane.ledger.commands import (
 )
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.state.arrays import total
-from dataplane.ledger.state.checksum_policy import checksums_are_wanted
 from dataplane.ledger.state.extents import Extents
-from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import ParkedAllocate, Preallocation, PutReservation, Session, Want
+from dataplane.ledger.state.sessions import (
+    ParkedAllocate,
+    Preallocation,
+    PutReservation,
+    ReservedPiece,
+    Session,
+    Want,
+)
 from dataplane.ledger.state.state import Line, State, WaitQueues
 from dataplane.ledger.state.units import Unit
 
@@ -136,7 +142,8 @@ class Reservations:
         """Return the reservation if there is space, or if the partition evicts for it. `behind`: earlier puts wait
         for the units' memory, so this one may only use memory that it freed itself. `excess`: by how many bytes the
         budget is too small; `short`: how many bytes the open units lack."""
-        partition, want = parked.partition, parked.want
+        partition = parked.partition
+        want = parked.want
         if want.moving:  # a move has no budget and evicts nothing
             return None if behind else self._take_space(parked)
         excess = budget_excess(self.state, partition, want.total, update=want.update)
@@ -188,7 +195,8 @@ class Reservations:
             raise InvalidRequestError(f"session {session.number} has not mapped the arena of unit {command.unit}")
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
-        nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
+        nbytes = granules_up(command.nbytes)
+        limit = unit.limit(update=False)
         # The request is small compared to the space for new rows, and at most half of that is used then.
         plenty = nbytes * self.state.limits.preallocated_part <= limit and unit.used_bytes + nbytes <= limit // 2
         allowed = plenty and unit.open and self._is_spare(nbytes)
@@ -200,7 +208,7 @@ class Reservations:
         extent = self.state.extents.reserve(unit.number, offset, nbytes)
         session.reservations[number] = Preallocation(unit.number, unit.epoch, extent, offset)
         self.grow_ahead(unit)
-        return Preallocated(offset=offset, checksums=checksums_are_wanted(self.state, session, [unit]))
+        return Preallocated(offset=offset, checksums=_checksums_are_wanted(self.state, session, [unit]))
 
     def _is_spare(self, nbytes: int) -> bool:
         """Return whether `nbytes` can be reserved without taking them from a waiting put. Lines that rest are left out
@@ -214,9 +222,12 @@ class Reservations:
     def serve_waiting(self) -> None:
         """Serve waiting puts: all of them if bytes were freed, else moves, and puts of partitions that may evict
         samples now. Repeats while that frees bytes again."""
-        state, extents = self.state, self.state.extents
+        state = self.state
+        extents = self.state.extents
         while extents.freed or extents.loosened:
-            all_lines, extents.freed = extents.freed, False  # set again below if bytes are freed
+            # Set again below if bytes are freed.
+            all_lines = extents.freed
+            extents.freed = False
             loosened = {account for account in extents.loosened if state.has_waiting_put(account)}
             extents.loosened = set()
             if all_lines or loosened:
@@ -233,7 +244,9 @@ class Reservations:
     def _serve_lines(self, update: bool, loosened: set[int], *, all_lines: bool) -> None:
         """Serve puts of the `loosened` accounts, or with `all_lines` all puts that may gain from freed bytes, in order.
         If a put no longer holds up others, `extents.freed` is set, so that these are served in the next round."""
-        behind, resting = False, self.state.resting[update]  # behind: an earlier put waits for the units' memory
+        # behind: an earlier put waits for the units' memory.
+        behind = False
+        resting = self.state.resting[update]
         turns = WaitQueues(self._active_lines(update, loosened))
         resting.difference_update(loosened)  # their accounts changed
         for parked in turns:
@@ -247,7 +260,8 @@ class Reservations:
                     continue  # it has its answer
                 if self._needs_account_change(parked):
                     resting.add(account)
-            held_others_up, parked.holds_up = parked.holds_up, self._holds_up_all(parked)
+            held_others_up = parked.holds_up
+            parked.holds_up = self._holds_up_all(parked)
             self.state.extents.freed |= held_others_up and not parked.holds_up
             if self._holds_up_partition(parked):
                 turns.skip_line()
@@ -255,7 +269,8 @@ class Reservations:
 
     def _needs_account_change(self, parked: ParkedAllocate) -> bool:
         """Return whether only a change of its account can help this put, whatever space the units have."""
-        partition, want = parked.partition, parked.want
+        partition = parked.partition
+        want = parked.want
         excess = budget_excess(self.state, partition, want.total, update=want.update)
         return excess > 0 and (
             not partition.evicts
@@ -337,7 +352,8 @@ class Reservations:
 
     def out_of_space(self, parked: ParkedAllocate) -> DataPlaneError:
         """Return the error that names the holders of the space, or the put that this one waits for."""
-        command, waited_s = parked.command, self.state.now - parked.since
+        command = parked.command
+        waited_s = self.state.now - parked.since
         moving = command.moving
         earlier = None if moving else self._find_blockers(parked)[1]
         return out_of_space(
@@ -412,15 +428,18 @@ class Reservations:
         """Create the reservation from pieces that were taken, and return the result of the call. The reservation takes
         over the call's protection of samples from eviction."""
         command = parked.command
-        names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
+        names = [column.name for column in command.columns]
+        sizes = [column.sizes for column in command.columns]
         reservation = PutReservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
-        reservation.samples, reservation.targets, parked.targets = parked.samples, parked.targets, ()
+        reservation.samples = parked.samples
+        reservation.targets = parked.targets
+        parked.targets = ()
         account = None if command.moving else parked.partition.account  # moved cells are charged after the move
         placements = []
         for piece in pieces:
             unit = piece.unit
             extent = self.state.extents.reserve(unit.number, piece.offset, piece.size, account)
-            reservation.pieces[piece.column].append((piece.first, piece.last, extent, piece.offset))
+            reservation.pieces[piece.column].append(ReservedPiece(piece.first, piece.last, extent, piece.offset))
             reservation.epochs[unit.number] = unit.epoch
             placements.append(
                 Placement(
@@ -428,7 +447,7 @@ class Reservations:
                 )
             )
         parked.session.reservations[parked.number] = reservation
-        with_checksums = checksums_are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
+        with_checksums = _checksums_are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
         return Allocated(placements=tuple(placements), checksums=with_checksums, evicted=parked.evicted[:REPORTED])
 
 
@@ -439,12 +458,30 @@ def _waits_for_growth_only(parked: ParkedAllocate) -> bool:
     return rejecting or parked.command.on_full is OnFull.REJECT
 
 
+def _checksums_are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
+    """Whether rows that the session writes to these units get checksums."""
+    match state.checksums:
+        case Checksums.ALWAYS:
+            return True
+        case Checksums.NEVER:
+            return False
+    # ACROSS_HOSTS
+    return state.spans_several_hosts() or any(not _near(session, unit) for unit in units)
+
+
+def _near(session: Session, unit: Unit) -> bool:
+    """Whether the session has mapped the unit's arena or can map it: it is on the same host and
+    uses shared memory (it has a `lock_path`). The mapping is only reported just before the
+    session's first copy."""
+    return unit.number in session.attached or (bool(session.lock_path) and session.host == unit.host)
+
+
 class PreallocatedPut(PutReservation):
     """The reservation of a commit into preallocated `space`, in the space's piece number `place` (None: the columns are
     empty). The columns are one after another from `offset`, and each part of a column begins at a granule: its values
     [first, last) are a pair of `ranges`, its whole granules in bytes are in `nbytes`, by column. Without parts in the
-    commit, each column is one part. Nothing is taken before `cut`. `space.pieces[0]` are the unused pieces, as
-    (0, 0, extent, offset)."""
+    commit, each column is one part. Nothing is taken before `cut`. `space.pieces[0]` are the unused
+    pieces."""
 
     def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
         if command.offset is None or command.offset % GRANULE_BYTES:
@@ -470,8 +507,9 @@ class PreallocatedPut(PutReservation):
         nbytes = self.total_bytes
         if not nbytes:
             return None
-        for number, (_, _, extent, start) in enumerate(self.space.pieces[0]):
-            if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
+        for number, piece in enumerate(self.space.pieces[0]):
+            end = piece.offset + int(extents.sizes[piece.extent])
+            if piece.offset <= self.offset and self.offset + nbytes <= end:
                 return number
         raise InvalidRequestError(
             f"{nbytes} bytes at {self.offset} are not within the unused part of the preallocated space"
@@ -482,13 +520,17 @@ class PreallocatedPut(PutReservation):
         preallocated."""
         if self.place is not None:
             pieces = self.space.pieces[0]
-            _, _, piece_extent, _ = pieces[self.place]
-            remaining = extents.cut(piece_extent, self.offset, self.total_bytes)
-            pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in remaining]
-        offset, account, unit = self.offset, self.partition.account, self.space.unit
+            remaining = extents.cut(pieces[self.place].extent, self.offset, self.total_bytes)
+            pieces[self.place : self.place + 1] = [
+                ReservedPiece(0, 0, extent, int(extents.starts[extent])) for extent in remaining
+            ]
+        offset = self.offset
+        account = self.partition.account
+        unit = self.space.unit
         for column, ranges, sizes in zip(self.pieces, self.ranges, self.nbytes, strict=True):
             for (first, last), nbytes in zip(ranges, sizes, strict=True):
                 start = offset if nbytes else 0  # an extent of empty values holds no bytes
                 if last > first:  # a part without values needs no extent
-                    column.append((first, last, extents.reserve(unit, start, nbytes, account), start))
+                    extent = extents.reserve(unit, start, nbytes, account)
+                    column.append(ReservedPiece(first, last, extent, start))
                 offset += nbytes

@@ -22,13 +22,21 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.claims import selection, shares, waiting
 from dataplane.ledger.claims.samplers import SAMPLERS
 from dataplane.ledger.claims.why_blocked import blocked
-from dataplane.ledger.state.claim_terms import check_terms, least_of
-from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import ParkedClaim, Session, UnconfirmedClaim
+from dataplane.ledger.state.sessions import ParkedClaim, Session, UnconfirmedClaim, check_limit
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tags import OPERATORS
-from dataplane.ledger.state.tasks import HELD, HELD_ON_LEASE, REPORTED, Lease, ReadyIndex, Selection, Task
+from dataplane.ledger.state.tasks import (
+    HELD,
+    HELD_ON_LEASE,
+    REPORTED,
+    Lease,
+    ReadyIndex,
+    Selection,
+    Task,
+    check_terms,
+    least_of,
+)
 
 if TYPE_CHECKING:
     from dataplane.ledger.commands import Int64s
@@ -101,7 +109,8 @@ class Claims:
     def _claim_named(self, parked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
         """Claim all of the named samples, or none if one does not exist, is not ready or is named twice. Does not wait:
         `parked` only describes the call."""
-        partition, command = parked.partition, parked.command
+        partition = parked.partition
+        command = parked.command
         self.state.check_samples(samples)
         rows = partition.resolve_living(samples)
         if len(rows) < len(samples) or not partition.ready(task, command.fields, rows).all():
@@ -117,7 +126,8 @@ class Claims:
             watches = list(partition.watches.values())
             servable = self._servable_watches(partition, watches)
             # A step was dealt: claims of its other ranks can be served whatever their watches have counted.
-            dealt, partition.dealt = partition.dealt, False
+            dealt = partition.dealt
+            partition.dealt = False
             for parked in self._in_service_order(watches if dealt else servable):
                 watch = parked.watch
                 assert watch is not None, parked.key
@@ -160,7 +170,8 @@ class Claims:
 
     def _try_to_serve(self, parked: ParkedClaim) -> bool:
         """Serve the parked claim if possible. Return whether its wait is over."""
-        ready_index, partition = parked.ready_index, parked.partition
+        ready_index = parked.ready_index
+        partition = parked.partition
         assert ready_index is not None
         watch = parked.watch
         assert watch is not None, parked.key
@@ -190,7 +201,9 @@ class Claims:
     def _attempt(self, parked: ParkedClaim, ready_index: ReadyIndex) -> c.Claimed | None:
         """Return the result of the claim, or None if it must wait. A claim of a step gets its rank's share of the
         step's selection, which the first such claim makes."""
-        partition, command, task = parked.partition, parked.command, ready_index.task
+        partition = parked.partition
+        command = parked.command
+        task = ready_index.task
         dealt = None if command.step is None else shares.find_selection(task, command)
         if dealt is None:
             overdue = self._process_overdue_groups(partition, ready_index, command)
@@ -246,7 +259,10 @@ class Claims:
 
     def _take_rows(self, parked: ParkedClaim, task: Task, rows: Int64s) -> c.Claimed:
         """Claim the rows (possibly none) for the task and return the result. A peek only returns the result."""
-        state, partition, command, session = self.state, parked.partition, parked.command, parked.session
+        state = self.state
+        partition = parked.partition
+        command = parked.command
+        session = parked.session
         claim_id = state.serial() if len(rows) and not command.peek else 0
         result = c.Claimed(
             ids=partition.rows.names_of(rows),
@@ -282,7 +298,8 @@ class Claims:
 
     def _check_claim(self, partition: Partition, command: c.Claim) -> None:
         """Validate the claim. Raises InvalidRequestError, LimitError or FieldNotFoundError."""
-        batch, group = command.batch_size, command.group_size
+        batch = command.batch_size
+        group = command.group_size
         if batch < 1:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
         least = batch if command.min_batch_size is None else command.min_batch_size
@@ -341,7 +358,8 @@ class Claims:
         """Set the end of the samples' leases to `lease_s` from now."""
         _check_lease(command.lease_s)
         named = self._resolve_named(command, command.claims)
-        leased, end = named.leased, self.state.now + command.lease_s
+        leased = named.leased
+        end = self.state.now + command.lease_s
         rows = named.rows[leased]
         if len(rows):
             named.task.lease(rows, end)
@@ -393,7 +411,8 @@ class Claims:
 
     def timeout_error(self, parked: ParkedClaim) -> DataPlaneError:
         """Return the error of a claim that reached its deadline, with the facts about why it waited."""
-        ready_index, command = parked.ready_index, parked.command
+        ready_index = parked.ready_index
+        command = parked.command
         assert ready_index is not None
         facts = blocked(self.state, parked.partition, ready_index, command)
         # These two are converted below: the error's `ready` counts the samples that also satisfy the conditions.
@@ -433,7 +452,10 @@ def _check_named_and_peek(command: c.Claim) -> None:
 
 def _check_shares(command: c.Claim) -> None:
     """Check that sampler, groups and ranks of a claim agree. Raises InvalidRequestError."""
-    group, world, rank, step = command.group_size, command.dp_world, command.dp_rank, command.step
+    group = command.group_size
+    world = command.dp_world
+    rank = command.dp_rank
+    step = command.step
     sampler = SAMPLERS.get(selection.sampler_of(command))
     if sampler is None:
         raise InvalidRequestError(f"sampler={command.sampler!r}: expected one of {', '.join(SAMPLERS)}")

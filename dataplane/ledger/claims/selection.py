@@ -8,9 +8,8 @@ import numpy as np
 
 from dataplane.ledger.claims import samplers
 from dataplane.ledger.commands import Claim, Int64s, Order
-from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.tasks import ReadyIndex
+from dataplane.ledger.state.tasks import ReadyIndex, conditions, least_of
 
 LOOK = 1024
 """A claim with predicates examines at least this many ready samples first, then eight times as many, and so on."""
@@ -127,7 +126,8 @@ def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: 
     group is that of its oldest unclaimed member."""
     if command.partial_after_s is None or command.group_size is None:
         return NONE_OVERDUE
-    tags, where = partition.tags, conditions(partition.version, command)
+    tags = partition.tags
+    where = conditions(partition.version, command)
     rows = partition.rows.in_order()
     rows = rows[(ready_index.task.claim_ids[rows] == 0) & tags.present(command.group_by, rows)]
     if not len(rows):

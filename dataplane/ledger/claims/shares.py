@@ -31,7 +31,8 @@ def claimable_share(selection: Selection, partition: Partition, task: Task, comm
 
     Raises: `InvalidRequestError` if the rank got all of them before, `ShareConflictError` if another claim has some.
     """
-    rank, step = command.dp_rank, command.step
+    rank = command.dp_rank
+    step = command.step
     assert rank is not None
     assert step is not None
     in_share = np.flatnonzero(selection.ranks == rank)

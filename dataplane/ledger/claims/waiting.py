@@ -9,10 +9,9 @@ import numpy as np
 
 from dataplane.ledger.commands import Claim, Int64s
 from dataplane.ledger.state.arrays import grown
-from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.tags import Tag
-from dataplane.ledger.state.tasks import ReadyIndex
+from dataplane.ledger.state.tasks import ReadyIndex, conditions, least_of
 from dataplane.ledger.state.watches import (
     EXCLUDED,
     GONE,
@@ -72,8 +71,8 @@ def _overdue_or_final(watch: Watch, partition: Partition, now: float) -> bool:
 
 
 def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> tuple[bool, float]:
-    """Count the samples that changed. Return whether all samples were counted again, and the earliest
-    creation time in the groups that changed (NEVER: no group did)."""
+    """Count the samples that changed. Return whether all samples were counted again, and the
+    earliest creation time in the groups that changed (NEVER: no group did)."""
     tag = None
     if counts.groups is not None:
         tag = partition.tags.columns.get(counts.command.group_by)
@@ -115,7 +114,8 @@ def _restart_counts(counts: Counts, tag: Tag | None) -> None:
 
 
 def _classify(command: Claim, partition: Partition, ready_index: ReadyIndex, rows: Int64s) -> States:
-    """Return the state of each row for claims like `command`: TAKEABLE, NOT_YET, EXCLUDED or GONE."""
+    """Return the state of each row for claims like `command`: TAKEABLE, NOT_YET, EXCLUDED or
+    GONE."""
     tags = partition.tags
     task = ready_index.task
     unclaimed = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
@@ -144,8 +144,9 @@ def _tally(counts: Counts, old: States, new: States) -> None:
 
 
 def _regroup(groups: Groups, partition: Partition, rows: Int64s, old: States, new: States, tag: Tag | None) -> float:
-    """Move the rows, whose states were `old` and are `new`, to their groups: of equal values of `tag`
-    (None: no row has it). Return the earliest creation time in the groups that changed (NEVER: none)."""
+    """Move the rows, whose states were `old` and are `new`, to their groups: of equal values of
+    `tag` (None: no row has it). Return the earliest creation time in the groups that changed
+    (NEVER: none)."""
     numbers = np.full(len(rows), -1)  # the group of each row; -1: none
     if tag is not None:
         grouped = (new != GONE) & tag.present[rows]

@@ -10,10 +10,9 @@ import numpy as np
 from dataplane.errors import first_few
 from dataplane.ledger.commands import Blocked, Claim, Int64s, Predicate, WhyBlocked, Writer
 from dataplane.ledger.state.arrays import Bools
-from dataplane.ledger.state.claim_terms import check_terms, conditions
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.state import State
-from dataplane.ledger.state.tasks import ReadyIndex
+from dataplane.ledger.state.tasks import ReadyIndex, check_terms, conditions
 
 NAMED = 5
 """At most this many partial groups and writers are named."""
@@ -23,14 +22,16 @@ def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command
     """Return the current facts about why the claim gets no samples, with a sentence in `why`. Of `ready_index` only the
     task and the fields are used."""
     check_terms(command)
-    task, fields = ready_index.task, ready_index.fields
+    task = ready_index.task
+    fields = ready_index.fields
     rows = partition.rows.in_order()
     rows = rows[task.claim_ids[rows] == 0]
     has_all = partition.ready(task, fields, rows)
     ready = rows[has_all]
     where = conditions(partition.version, command)
     whole_groups, partial_groups, partial = _group_counts(partition, command, rows, has_all)
-    puts, known = state.waiting_puts(partition), partition.names()
+    puts = state.waiting_puts(partition)
+    known = partition.names()
     facts = Blocked(
         unclaimed=len(rows),
         ready=len(ready),
@@ -79,7 +80,8 @@ def _group_counts(
         return None, None, {}
     tags = partition.tags
     tagged = tags.present(command.group_by, rows)
-    rows, has_all = rows[tagged], has_all[tagged]
+    rows = rows[tagged]
+    has_all = has_all[tagged]
     groups = tags.codes(command.group_by, rows)
     firsts = np.unique(groups, return_index=True)[1]  # position of each group's first member
     ready_counts = np.bincount(groups[has_all], minlength=len(firsts))

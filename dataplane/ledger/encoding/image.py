@@ -4,8 +4,9 @@ Objects, dicts, lists, sets and arrays are entries of a table and refer to each 
 shared references and cycles, and allows graphs of any depth. All other values (numbers, strings, tuples, enums,
 commands, specs, errors) are encoded inline. An image stores classes by name, and only those in `_STORED`.
 
-A letter says how a value or an entry is encoded. Inline: i large int, t tuple, f frozenset, e enum member, s struct
-(command), x error, c dataclass. Entries: a array, A array of objects, l list, d dict, S set, o object of another class.
+A letter says how a value or an entry is encoded. Inline: i large int, t tuple, n named tuple, f
+frozenset, e enum member, s struct (command), x error, c dataclass. Entries: a array, A array of
+objects, l list, d dict, S set, o object of another class.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from dataplane.ledger.state import (
     extents,
     fields,
     free_space,
-    limits,
     partition,
     rows,
     sessions,
@@ -94,6 +94,8 @@ class _Writer:
             return value
         if kind is tuple:
             return ["t", [self.encode(item) for item in value]]
+        if isinstance(value, tuple):
+            return ["n", _class_name(kind), [self.encode(item) for item in value]]
         if kind is frozenset:
             return ["f", [self.encode(item) for item in sorted(value)]]
         if isinstance(value, enum.Enum):
@@ -168,7 +170,7 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 _STORED = _by_name(
     (
         *(number_set, types, inputs, inspection, parts, requests, results),
-        *(extents, fields, free_space, limits, partition),
+        *(extents, fields, free_space, partition),
         *(
             reservations,
             rows,
@@ -213,6 +215,8 @@ class _Reader:
                 return self._objects[place]
             case ["t", items]:
                 return tuple([self.decode(item) for item in items])
+            case ["n", name, items]:
+                return self._find_class(name)(*map(self.decode, items))
             case ["i", text]:
                 return int(text)
             case ["f", items]:

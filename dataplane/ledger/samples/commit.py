@@ -27,9 +27,15 @@ from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, I
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
 from dataplane.ledger.state.extents import Several
 from dataplane.ledger.state.fields import Field, cells_of
-from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import Preallocation, PutReservation, ReservedSpace, Session
+from dataplane.ledger.state.sessions import (
+    Preallocation,
+    PutReservation,
+    ReservedPiece,
+    ReservedSpace,
+    Session,
+    check_limit,
+)
 from dataplane.ledger.state.state import State
 
 INT64_MAX = (1 << 63) - 1
@@ -49,8 +55,7 @@ class Named(NamedTuple):
 
 
 class Commits:
-    """Executes `Commit`: makes the bytes of a put the values of its samples. A piece of a reservation is (first, last,
-    extent, offset): the values [first, last) of a column, in this extent from this offset of the arena."""
+    """Executes `Commit`: makes the bytes of a put the values of its samples."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -113,7 +118,8 @@ class Commits:
         help. Other puts were checked when their space was reserved."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
-        update, wanted = not len(named.unborn), reservation.total_bytes
+        update = not len(named.unborn)
+        wanted = reservation.total_bytes
         another_waits = partition.account.number in self.state.space_waiters[update]
         excess = budget_excess(self.state, partition, wanted, update=update)
         evicted: tuple[str, ...] | None = None
@@ -185,7 +191,8 @@ class Commits:
     def _resolve_samples(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
         """Resolve the samples of the commit to rows, and check that its mode allows them. Samples named by row and
         generation must exist whatever the mode."""
-        samples, parts = command.samples, command.parts
+        samples = command.samples
+        parts = command.parts
         self.state.check_samples(samples)
         if parts and (min(parts) < 0 or sum(parts) != len(samples)):
             raise InvalidRequestError(f"a commit of {len(samples)} samples has parts of {parts[:5]} samples")
@@ -239,7 +246,8 @@ class Commits:
                 raise InvalidRequestError(f"column {column.name!r}: lengths differ from the reserved sizes")
         new_fields = sum(name not in partition.fields for name in names) + widened
         if new_fields:
-            what, count = f"fields of partition {partition.name!r}", len(partition.fields) + new_fields
+            what = f"fields of partition {partition.name!r}"
+            count = len(partition.fields) + new_fields
             check_limit(what, count, self.state.limits.columns, "Use several partitions.")
 
     def _check_spec(self, partition: Partition, column: CommitColumn) -> bool:
@@ -325,7 +333,7 @@ class Commits:
         rows_copy = rows.copy()  # kept by the extents' records (`Several.rows`)
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
             if not len(rows):
-                unused += [piece[2] for piece in pieces]  # piece[2]: its extent
+                unused += [piece.extent for piece in pieces]
                 continue
             field = partition.fields.get(column.name)
             if field is None:
@@ -353,12 +361,13 @@ class Commits:
         partition: Partition,
         field: Field,
         column: CommitColumn,
-        pieces: list[tuple[int, int, int, int]],
+        pieces: list[ReservedPiece],
         rows: Int64s,
     ) -> list[int]:
-        """Make the column's extents live. `pieces`: (first, last, extent, offset), the place of the values [first,
-        last); `rows`: the rows of the column's samples. Return the extents that no sample points at."""
-        extents, unused = self.state.extents, []
+        """Make the column's extents live. `pieces`: where its values are; `rows`: the rows of the
+        column's samples. Return the extents that no sample points at."""
+        extents = self.state.extents
+        unused = []
         # How many samples share each value.
         counts = None if column.index is None else np.bincount(column.index, minlength=len(column.lengths))
         for first, last, extent, _ in pieces:
@@ -392,10 +401,10 @@ def _rows_in_piece(index: Int64s | None, rows: Int64s, first: int, last: int) ->
 
 
 def cells_at(
-    column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
+    column: CommitColumn, sizes: Int64s, pieces: list[ReservedPiece]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
-    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces: (first,
-    last, extent, offset), where the values [first, last) lie one after another from `offset`."""
+    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value;
+    pieces: where the values are."""
     # Locate the values first; the index then assigns values to samples.
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)
@@ -405,7 +414,8 @@ def cells_at(
         if last - first > 1:
             np.cumsum(sizes[first : last - 1], out=offsets[first + 1 : last])
             offsets[first + 1 : last] += offset
-    index, checksums = column.index, column.checksums
+    index = column.index
+    checksums = column.checksums
     if index is None:
         return extents, offsets, column.lengths, checksums
     return extents[index], offsets[index], column.lengths[index], None if checksums is None else checksums[index]
@@ -466,7 +476,8 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
         _check_tag_values(state, partition, column.name, column.values)
     new_names = {column.name for column in tags} - partition.tags.columns.keys()
     if new_names:
-        what, count = f"tags of partition {partition.name!r}", len(partition.tags.columns) + len(new_names)
+        what = f"tags of partition {partition.name!r}"
+        count = len(partition.tags.columns) + len(new_names)
         check_limit(what, count, state.limits.columns, "Use fewer tags: store varying data as values of one tag.")
 
 

@@ -139,7 +139,9 @@ class Drains:
             page = self._first_page(unit, field, command)
             if page is None:
                 continue
-            rows, first_rows = page.rows, page.rows[page.firsts]  # first_rows: one for each value
+            # first_rows: one for each value.
+            rows = page.rows
+            first_rows = page.rows[page.firsts]
             pinned = np.unique(field.extents[rows])
             extents.pin(pinned)
             session.pins[number] = pinned
@@ -162,10 +164,13 @@ class Drains:
         cells and bytes are live, reserved and pinned on the unit."""
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
-        states, sizes = extents.states[numbers], extents.sizes[numbers]
-        live, reserved = numbers[states == LIVE], states == RESERVED
+        states = extents.states[numbers]
+        sizes = extents.sizes[numbers]
+        live = numbers[states == LIVE]
+        reserved = states == RESERVED
         by_account = {partition.account.number: partition for partition in self.state.partitions.values()}
-        owners, live_sizes = extents.owners[live], extents.sizes[live]
+        owners = extents.owners[live]
+        live_sizes = extents.sizes[live]
         live_bytes = {by_account[owner]: int(live_sizes[owners == owner].sum()) for owner in np.unique(owners).tolist()}
         facts = FoundCells(
             partition="",
@@ -258,7 +263,8 @@ class Drains:
     ) -> tuple[Partition, Field | None]:
         """Validate a move, and return the partition and field of its cells (None: no sample has the field any
         longer)."""
-        cells, values = len(command.rows), len(reservation.sizes[0])
+        cells = len(command.rows)
+        values = len(reservation.sizes[0])
         if len(command.generations) != cells or len(command.index) != cells:
             raise InvalidRequestError(
                 f"a move of {cells} rows has {len(command.generations)} generations and {len(command.index)} indexes"
@@ -287,7 +293,9 @@ class Drains:
         if field is None:
             return NO_ROWS
         alive = np.flatnonzero(partition.rows.holds(command.rows, command.generations))
-        rows, values = command.rows[alive], command.index[alive]  # row i has the command's value number values[i]
+        # Row i has the command's value number values[i].
+        rows = command.rows[alive]
+        values = command.index[alive]
         same = np.isin(field.extents[rows], pinned) & self._are_on(self.state.unit(command.unit), field.extents[rows])
         same &= (field.offsets[rows] == command.offsets[values]) & (field.lengths[rows] == command.lengths[values])
         return alive[same]
@@ -313,7 +321,9 @@ class Drains:
     ) -> None:
         """Point cells (`kept`: their positions in the command) at their copies. The partition's account is charged for
         the old bytes until they are freed, then for the new."""
-        extents, rows, pieces = self.state.extents, command.rows[kept], reservation.pieces[0]
+        extents = self.state.extents
+        rows = command.rows[kept]
+        pieces = reservation.pieces[0]
         column = CommitColumn(
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
         )
@@ -324,7 +334,8 @@ class Drains:
         self.state.recheck_puts(partition, rows)
         extents.unpin(pinned)  # frees the old bytes, unless readers use them: before the new ones are charged
         # Space for moved cells has had no account until now. The values of skipped cells are trimmed.
-        for _, _, number, _ in pieces:
+        for piece in pieces:
+            number = piece.extent
             if number not in unused:  # a moved cell points at it
                 extents.adopt(number, partition.account)
                 extents.trim(number)
@@ -335,9 +346,11 @@ class Drains:
 def _page_of(field: Field, rows: Int64s, most: int) -> Page:
     """Return the first `most` of the cells of these rows, by address. Every row must have a cell. Cells with the same
     offset and length share a value."""
-    offsets, lengths = field.offsets[rows], field.lengths_of(rows)
+    offsets = field.offsets[rows]
+    lengths = field.lengths_of(rows)
     order = np.lexsort((lengths, offsets))[:most]
-    offsets, lengths = offsets[order], lengths[order]
+    offsets = offsets[order]
+    lengths = lengths[order]
     is_new_value = np.ones(len(order), np.bool_)
     is_new_value[1:] = (offsets[1:] != offsets[:-1]) | (lengths[1:] != lengths[:-1])
     return Page(rows[order], np.cumsum(is_new_value) - 1, np.flatnonzero(is_new_value))

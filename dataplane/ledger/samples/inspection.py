@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 
 from dataplane.core.schema import WEIGHT_VERSION, field_of
+from dataplane.core.types import ceil_div
 from dataplane.errors import InvalidRequestError, SampleNotFoundError
 from dataplane.ledger import commands as c
-from dataplane.ledger.state.claim_terms import least_of
 from dataplane.ledger.state.extents import LIVE, RESERVED, RETIRED, Extents
 from dataplane.ledger.state.fields import Field
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedAllocate, ParkedClaim
 from dataplane.ledger.state.state import State
-from dataplane.ledger.state.tasks import ReadyIndex, Task
+from dataplane.ledger.state.tasks import ReadyIndex, Task, least_of
 
 PARTS = 4096
 """An answer has at most this many parts."""
@@ -100,7 +100,8 @@ class Inspection:
 
     def _show_cell(self, name: str, field: Field, row: int) -> c.ShownCell:
         """Return where the row's cell is, and whether other rows share its value."""
-        extents, number = self.state.extents, int(field.extents[row])
+        extents = self.state.extents
+        number = int(field.extents[row])
         # Empty values take no bytes that could be shared.
         same_value = (field.extents == number) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
         return c.ShownCell(
@@ -138,12 +139,13 @@ class Inspection:
         """Return how many bytes are live, reserved, retired and pinned in each of equal parts of the arena ("cells" of
         the view), by address."""
         unit = self.state.unit(command.unit)
-        extents, space = self.state.extents, unit.space
-        # Both divisions round up.
-        cell_bytes = max(-(-space.capacity_bytes // _check_parts("cells", command.cells)), 1)
-        edges = np.arange(-(-space.capacity_bytes // cell_bytes) + 1, dtype=np.int64) * cell_bytes
+        extents = self.state.extents
+        space = unit.space
+        cell_bytes = max(ceil_div(space.capacity_bytes, _check_parts("cells", command.cells)), 1)
+        edges = np.arange(ceil_div(space.capacity_bytes, cell_bytes) + 1, dtype=np.int64) * cell_bytes
         numbers = extents.of_unit(unit.number)
-        states, pinned = extents.states[numbers], extents.pins[numbers] > 0
+        states = extents.states[numbers]
+        pinned = extents.pins[numbers] > 0
         return c.MemoryMap(
             unit=unit.number,
             capacity_bytes=space.capacity_bytes,
@@ -235,7 +237,7 @@ def _part_edges(count: int, parts: int) -> c.Int64s:
 def _pick_rows(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
     """Return about `EXAMINED` of the rows (all if there are no more), evenly spread over each part, and where each part
     begins among them. `edges`: as returned by `_part_edges`."""
-    step = -(-len(rows) // EXAMINED)  # every step-th row of a part is picked
+    step = ceil_div(len(rows), EXAMINED)  # every step-th row of a part is picked
     if step <= 1:
         return rows, edges[:-1]
     positions = [np.arange(first, last, step) for first, last in itertools.pairwise(edges.tolist())]
@@ -245,7 +247,8 @@ def _pick_rows(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
 
 def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.Int64s:
     """Return how many bytes of these extents lie between each two successive edges, which are addresses."""
-    starts, sizes = extents.starts[numbers], extents.sizes[numbers]
+    starts = extents.starts[numbers]
+    sizes = extents.sizes[numbers]
     with_record = numbers[extents.is_several[numbers]].tolist()
     pieces = [piece for number in with_record for piece in extents.several[number].pieces or ()]
     if pieces:
@@ -254,7 +257,8 @@ def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.In
         starts = np.concatenate([starts[~is_trimmed], [start for start, _ in pieces]])
         sizes = np.concatenate([sizes[~is_trimmed], [size for _, size in pieces]])
     order = starts.argsort(kind="stable")
-    starts, sizes = starts[order], sizes[order]
+    starts = starts[order]
+    sizes = sizes[order]
     # Sum the ranges that start below each edge, and subtract the part of the last one that is beyond the edge.
     count_below = np.searchsorted(starts, edges)
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
@@ -268,7 +272,8 @@ def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.In
 
 def _claim_wait(parked: ParkedClaim) -> c.Wait:
     """Describe a waiting claim; `wanted` and `ready` count samples."""
-    command, ready_index = parked.command, parked.ready_index
+    command = parked.command
+    ready_index = parked.ready_index
     return c.Wait(
         session=parked.session.number,
         client=parked.session.name,

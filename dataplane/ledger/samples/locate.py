@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import numpy as np
 
 from dataplane.core.schema import columns_of, earlier_columns
-from dataplane.core.types import FieldSpec
+from dataplane.core.types import Checksums, FieldSpec
 from dataplane.errors import FieldNotProducedError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import budget_limit
 from dataplane.ledger.samples.inspection import task_stats
-from dataplane.ledger.state.arrays import first_true, some
-from dataplane.ledger.state.checksum_policy import checksums_of, checksums_to_compare
+from dataplane.ledger.state.arrays import every, first_true, some
 from dataplane.ledger.state.extents import LIVE, RESERVED, RETIRED
-from dataplane.ledger.state.fields import Field, cells_of
-from dataplane.ledger.state.limits import SPLIT, check_limit
+from dataplane.ledger.state.fields import Field, cells_of, checksums_of
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import Session
+from dataplane.ledger.state.sessions import SPLIT, Session, check_limit
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
@@ -132,7 +131,7 @@ class Reads:
             units=units,
             offsets=offsets,
             lengths=lengths,
-            checksums=None if checksums is None else checksums_to_compare(self.state, session, checksums, units),
+            checksums=None if checksums is None else _checksums_to_compare(self.state, session, checksums, units),
         )
 
     def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
@@ -202,7 +201,8 @@ class Reads:
     def _unit_stats(self, unit: Unit) -> c.UnitStats:
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
-        states, sizes = extents.states[numbers], extents.sizes[numbers]
+        states = extents.states[numbers]
+        sizes = extents.sizes[numbers]
         return c.UnitStats(
             unit=unit.number,
             name=unit.offer.name,
@@ -242,7 +242,8 @@ class Reads:
         )
 
     def _partition_stats(self, partition: Partition) -> c.PartitionStats:
-        account, evicted = partition.account, partition.evicted
+        account = partition.account
+        evicted = partition.evicted
         return c.PartitionStats(
             partition=partition.name,
             live=partition.rows.live,
@@ -266,3 +267,22 @@ class Reads:
             pressed=account.pressed,
             tasks=tuple(task_stats(partition, task) for task in partition.tasks.values()),
         )
+
+
+def _checksums_to_compare(state: State, session: Session, checksums: c.UInt32s, units: c.Int32s) -> c.UInt32s | None:
+    """Return the checksums that the session must compare when it reads rows on these units: all of
+    them, or None. None with policy NEVER, and with ACROSS_HOSTS if the session has attached to
+    (mapped) all of the units."""
+    if state.checksums is Checksums.NEVER:
+        return None
+    if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):
+        return None
+    return checksums
+
+
+def _all_in(units: c.Int32s, attached: Collection[int]) -> bool:
+    """Whether all of the units are attached. If all are the same unit, as usual, one lookup
+    decides."""
+    if len(units) and int(units[0]) in attached and every(units == units[0]):
+        return True
+    return all(unit in attached for unit in np.unique(units).tolist())

@@ -18,9 +18,8 @@ from dataplane.ledger.allocation.placement import MAX_BYTES
 from dataplane.ledger.allocation.reservations import RETRY_S, Reservations
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import check_tags
-from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import ParkedClaim, Session
+from dataplane.ledger.state.sessions import ParkedClaim, Session, check_limit
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
@@ -69,8 +68,10 @@ class Partitions:
 
     def _extend(self, partition: Partition, command: c.Register) -> c.Done:
         """Add all missing fields and tasks, or none. No call waits for them, so none is evaluated again."""
-        limit, of_partition = self.state.limits.columns, f"of partition {partition.name!r}"
-        fields, tasks = partition.fields.keys() | command.fields.keys(), partition.tasks.keys() | {*command.tasks}
+        limit = self.state.limits.columns
+        of_partition = f"of partition {partition.name!r}"
+        fields = partition.fields.keys() | command.fields.keys()
+        tasks = partition.tasks.keys() | {*command.tasks}
         check_limit(f"fields {of_partition}", len(fields), limit, "Use several partitions.")
         check_limit(f"tasks {of_partition}", len(tasks), limit, "Use several partitions.")
         partition.extend(command)
@@ -88,7 +89,8 @@ class Partitions:
             raise InvalidRequestError(
                 f"consumer_tasks names a task twice: {list(command.tasks)[:8]}; name each task once"
             )
-        limit, of_partition = state.limits.columns, f"of partition {command.partition!r}"
+        limit = state.limits.columns
+        of_partition = f"of partition {command.partition!r}"
         check_limit(f"fields {of_partition}", len(command.fields), limit, "Declare fewer, or use several partitions.")
         check_limit(f"tasks {of_partition}", len(command.tasks), limit, "Declare fewer, or use several partitions.")
         check_limit(f"enumerations {of_partition}", len(command.enums or ()), limit, "Declare fewer.")
@@ -188,7 +190,8 @@ class UnitReports:
 
     def _check_limits(self, item: c.AddUnit) -> None:
         """Raise LimitError for one unit too many, or an offer with too long texts."""
-        limits, what = self.state.limits, "of one storage unit"
+        limits = self.state.limits
+        what = "of one storage unit"
         check_limit("storage units", len(self.state.units) + 1, limits.units, "Start fewer units with larger arenas.")
         for name in (item.name, item.host, item.cookie):
             check_limit(f"characters of a name {what}", len(name), limits.id_bytes, "Give it a shorter name.")
@@ -216,7 +219,9 @@ class UnitReports:
             error = InvalidRequestError(f"storage unit {item.name!r} cannot be registered: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
-        unit.offer, unit.connected, unit.awaited = item, True, False
+        unit.offer = item
+        unit.connected = True
+        unit.awaited = False
         unit.record_backing(item.backed_bytes)
         self._announce(unit)
         self.liveness.unit_back(unit.number)

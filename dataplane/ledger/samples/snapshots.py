@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dataplane.core.types import ceil_div
 from dataplane.errors import (
     FieldNotFoundError,
     InvalidRequestError,
@@ -13,11 +14,9 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.samples.partitions import Partitions
-from dataplane.ledger.state.checksum_policy import checksums_of
-from dataplane.ledger.state.fields import cells_of
-from dataplane.ledger.state.limits import check_limit
+from dataplane.ledger.state.fields import cells_of, checksums_of
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import SavedCells, Session, Snapshot
+from dataplane.ledger.state.sessions import SavedCells, Session, Snapshot, check_limit
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tags import Tag, Tags
 
@@ -68,7 +67,9 @@ class Saves:
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
             tag_copy = tags.columns[name] = Tag(tag.values.dtype, capacity=0)
-            tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]  # replaces its empty arrays
+            # Replaces its empty arrays.
+            tag_copy.values = tag.values[rows]
+            tag_copy.present = tag.present[rows]
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
@@ -112,7 +113,8 @@ class Saves:
         snapshot = snapshots.get(command.partition)
         if snapshot is None:
             raise PartitionNotFoundError(partition=command.partition, known=list(snapshots))
-        first, last = command.first, command.last
+        first = command.first
+        last = command.last
         if not 0 <= first <= last <= len(snapshot.ids):
             raise InvalidRequestError(
                 f"partition {command.partition!r}: samples [{first}, {last}) were requested, but {len(snapshot.ids)} "
@@ -158,7 +160,8 @@ class Saves:
         """Rename staged partitions to the names of the saved ones, dropping existing partitions of these names, and
         restore the saved state. Everything is checked before the first change."""
         state = self.state
-        staged, targets = command.staged, command.partitions
+        staged = command.staged
+        targets = command.partitions
         names = [saved.partition for saved in targets]
         if len(staged) != len(targets) or len(set(staged)) != len(staged) or len(set(names)) != len(names):
             raise InvalidRequestError(
@@ -180,13 +183,17 @@ class Saves:
             if existing is not None:
                 state.drop(existing)
             # Wake times and leases refer to the partition by its name.
-            partition.name, partition.owner, partition.wakes_at = saved.partition, None, float("inf")
+            partition.name = saved.partition
+            partition.owner = None
+            partition.wakes_at = float("inf")
             state.partitions[saved.partition] = partition
             for lease in leased:
                 lease.partition = saved.partition
             self.partitions.register(session, number, _registration(saved))
             # After `register`, which resets the count and the seal.
-            partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version
+            partition.born = saved.born
+            partition.sealed = saved.sealed
+            partition.version = saved.version
             self._restore_claims(partition, saved)
             partition.outlook = None
             for watch in partition.watches.values():
@@ -209,13 +216,14 @@ class Saves:
                 f"partition {saved.partition!r}: born={saved.born} must be at least the staged samples, {live}"
             )
         for task in saved.tasks:
-            if len(task.claimed) != -(-live // 8):
+            if len(task.claimed) != ceil_div(live, 8):
                 raise InvalidRequestError(
                     f"partition {saved.partition!r}, task {task.name!r}: {len(task.claimed)} bytes of claim bits, "
-                    f"expected {-(-live // 8)} (one bit for each of the {live} staged samples)"
+                    f"expected {ceil_div(live, 8)} (one bit for each of the {live} staged samples)"
                 )
         for declared in saved.fields:
-            field, spec = partition.fields.get(declared.name), declared.declared
+            field = partition.fields.get(declared.name)
+            spec = declared.declared
             if field is not None and field.live and spec is not None and not spec.accepts(field.spec):
                 raise SchemaError(
                     partition=saved.partition,

@@ -11,12 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.ledger.commands import Int32s, Int64s
 from dataplane.ledger.state.arrays import Bools, grown, next_capacity, some, tally
 from dataplane.ledger.state.units import Unit
 
-FREE, RESERVED, LIVE, RETIRED = 0, 1, 2, 3
+FREE = 0
+RESERVED = 1
+LIVE = 2
+RETIRED = 3
 
 Pieces = list[tuple[int, int]]
 """(start, size) pairs, sorted by address."""
@@ -32,17 +35,21 @@ class CellColumns(Protocol):
 
 
 class Account:
-    """Bytes of one partition's extents. `live_bytes`: extents with live cells. `used_bytes`: all extents that are not
-    free (reserved for puts, live, or cleared and still read). `peak_bytes`: maximum of `used_bytes`. A `closed` account
-    is removed with its last extent. `pressed`: the use reached the high watermark of the budget, and has
-    not fallen below the low one since."""
+    """Bytes of one partition's extents."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        # Bytes of the extents with live cells.
         self.live_bytes = 0
+        # Bytes of all extents that are not free: reserved for puts, live, or cleared and still
+        # read.
         self.used_bytes = 0
+        # Maximum of `used_bytes`.
         self.peak_bytes = 0
+        # The use reached the high watermark of the budget, and has not fallen below the low one
+        # since.
         self.pressed = False
+        # A closed account is removed with its last extent.
         self.closed = False
 
     def charge(self, nbytes: int) -> None:
@@ -51,19 +58,20 @@ class Account:
 
 
 class Several:
-    """Record of an extent with several values, used to trim it: to free the parts without live cells.
-
-    `rows`: the rows for which the extent was committed (one array for all columns of a put, until trimmed).
-    `live_bytes`: sum of the live cells (a shared value counts once per cell). `whole_bytes`: this sum at the last trim.
-    `pieces`: the parts that the extent still holds after a trim (None: the whole extent).
-    """
+    """Record of an extent with several values, used to trim it: to free the parts without live
+    cells."""
 
     def __init__(self, cells: CellColumns, rows: Int64s, live_bytes: int, account: Account) -> None:
         self.cells = cells
+        # The rows for which the extent was committed: one array for all columns of a put, until
+        # trimmed.
         self.rows = rows
+        # Sum of the live cells. A shared value counts once per cell.
         self.live_bytes = live_bytes
+        # This sum at the last trim.
         self.whole_bytes = live_bytes
         self.account = account
+        # The parts that the extent still holds after a trim. None: the whole extent.
         self.pieces: Pieces | None = None
 
     @property
@@ -73,37 +81,39 @@ class Several:
 
 
 class Extents:
-    """Table of extents. Its columns are indexed by extent number; number 0 means "no extent".
-
-    `live`: number of live cells of each extent. `pins`: number of `pin` calls without `unpin`. `sizes`: bytes held, in
-    whole granules; an extent of empty values holds none. `owners`: account numbers (0: space without an account, which
-    is preallocated, or taken for moved cells). Numbers below `high` are in use, or `spare`. `several`: records of the
-    extents with several values (`is_several`). `accounts`: open accounts, and closed ones that still have bytes, by
-    number; `opened` is the last number given out.
-
-    `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
-    lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
-    since then. `stirred`: on a unit in `watched`, an extent became live, lost its last pin or was freed, or any unit
-    was dropped."""
-
-    watched: frozenset[int] = frozenset()
-    stirred = False
+    """Table of extents. Its columns are indexed by extent number; number 0 means "no extent"."""
 
     def __init__(self, units: dict[int, Unit]) -> None:
         self.all_units = units
+        # Numbers below `high` are in use, or `spare`.
         self.high = 1
         self.spare: list[int] = []
+        # Bytes were freed, or may be available, since the last reset.
         self.freed = False
+        # Accounts whose extents were reserved, died, were freed or lost their last reader since
+        # then.
         self.loosened: set[int] = set()
-        self.several: dict[int, Several] = {}
-        self.accounts: dict[int, Account] = {}
+        # Accounts (including 0) that gained or lost bytes since then.
         self.moved: set[int] = set()
+        # Units of which `stirred` is set when an extent becomes live, loses its last pin or is
+        # freed; and when any unit is dropped.
+        self.watched: frozenset[int] = frozenset()
+        self.stirred = False
+        # Records of the extents with several values (`is_several`).
+        self.several: dict[int, Several] = {}
+        # Open accounts, and closed ones that still have bytes, by number. `opened`: the last
+        # number.
+        self.accounts: dict[int, Account] = {}
         self.opened = 0
         self.units: Int32s = np.zeros(64, np.int32)
         self.starts: Int64s = np.zeros(64, np.int64)
+        # Bytes held, in whole granules. An extent of empty values holds none.
         self.sizes: Int64s = np.zeros(64, np.int64)
+        # The number of live cells.
         self.live: Int32s = np.zeros(64, np.int32)
+        # The number of `pin` calls without `unpin`.
         self.pins: Int32s = np.zeros(64, np.int32)
+        # Account numbers. 0: space without an account, preallocated or taken for moved cells.
         self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
@@ -144,7 +154,8 @@ class Extents:
         """Remove [start, start + nbytes), whole granules, from a reserved extent without an account. The bytes do not
         become free: the caller reserves other extents over them. Return the extents that hold the rest, by address: the
         extent itself, it and a new one, or none."""
-        first, stop = int(self.starts[number]), start + nbytes
+        first = int(self.starts[number])
+        stop = start + nbytes
         bytes_after = first + int(self.sizes[number]) - stop
         if start > first:  # the extent keeps the part before the range
             self.sizes[number] = start - first
@@ -152,7 +163,8 @@ class Extents:
         if not bytes_after:
             self._clear_entries(np.array([number], np.int32))
             return []
-        self.starts[number], self.sizes[number] = stop, bytes_after
+        self.starts[number] = stop
+        self.sizes[number] = bytes_after
         return [number]
 
     def make_live(self, number: int, cells: int, several: Several | None) -> None:
@@ -280,7 +292,8 @@ class Extents:
     def _discharge_owners(self, numbers: Int32s) -> None:
         """Subtract the bytes of these extents from the accounts of their owners."""
         self.moved.update(self.owners[numbers].tolist())  # also 0, which has no account
-        owners, sizes = self.owners[numbers], self.sizes[numbers]
+        owners = self.owners[numbers]
+        sizes = self.sizes[numbers]
         distinct = np.unique(owners) if len(owners) > 1 else owners
         for owner in distinct.tolist():
             account = self.accounts.get(owner)
@@ -313,7 +326,8 @@ class Extents:
     def _free_merged(self, numbers: Int32s) -> None:
         """Free the ranges of these extents, with adjacent ranges merged."""
         order = np.lexsort((self.starts[numbers], self.units[numbers]))
-        units, starts = self.units[numbers][order], self.starts[numbers][order]
+        units = self.units[numbers][order]
+        starts = self.starts[numbers][order]
         ends = starts + self.sizes[numbers][order]
         # A new merged range begins where the unit changes, or where there is a gap.
         breaks = np.flatnonzero((units[1:] != units[:-1]) | (starts[1:] != ends[:-1])) + 1
@@ -354,11 +368,12 @@ def _touched_granules(starts: Int64s, ends: Int64s) -> Pieces:
     """Return the granules that the [start, end) ranges touch, as disjoint pieces by address."""
     nonempty = ends > starts
     starts = starts[nonempty] // GRANULE_BYTES * GRANULE_BYTES
-    ends = -(-ends[nonempty] // GRANULE_BYTES) * GRANULE_BYTES  # rounded up
+    ends = granules_up(ends[nonempty])
     if not len(starts):
         return []
     order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    starts = starts[order]
+    ends = np.maximum.accumulate(ends[order])
     # A new piece begins where a range starts beyond the end of all ranges before it.
     breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
     firsts = np.concatenate(([0], breaks))

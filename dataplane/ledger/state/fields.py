@@ -7,7 +7,7 @@ import numpy as np
 from dataplane.core.plain_numbers import joined_dtype
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.ledger.commands import Int32s, Int64s, UInt32s
-from dataplane.ledger.state.arrays import every, grown, top
+from dataplane.ledger.state.arrays import every, grown, some, top
 
 INT32_MAX = (1 << 31) - 1
 _NO_BYTES: Int64s = np.zeros(0, np.int64)
@@ -88,7 +88,8 @@ class Field:
     def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
         """Remove the cells of `rows`. Return (extents, bytes) of the removed cells, aligned with `rows`; extent 0 means
         that the row had no cell."""
-        old, old_bytes = self.extents[rows], self.bytes_of(rows)
+        old = self.extents[rows]
+        old_bytes = self.bytes_of(rows)
         self.live -= int(np.count_nonzero(old))
         self.extents[rows] = 0
         self.lengths[rows] = 0
@@ -116,3 +117,13 @@ def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]
     extents = np.where(rows >= 0, extents, 0).astype(np.int32)
     has_cell = extents > 0
     return extents, np.where(has_cell, field.offsets[rows], 0), np.where(has_cell, field.lengths_of(rows), -1)
+
+
+def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
+    """Return the checksum of each row's cell (0: none), or None if no cell has one. Row -1 has no
+    cell."""
+    if field is None or field.checksums is None:
+        return None
+    # Row -1 reads the last entry; the condition replaces that by 0.
+    found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)
+    return found if some(found) else None

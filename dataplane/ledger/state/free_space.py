@@ -13,15 +13,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataplane.core.types import GRANULE_BYTES
+from dataplane.core.types import GRANULE_BYTES, granules_up
 
 BLOCK = 512
 """Maximum number of fragments in a block; a larger block is split in two."""
-
-
-def granules_up(nbytes: int) -> int:
-    """`nbytes` rounded up to whole granules."""
-    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 class FreeSpace:
@@ -125,7 +120,8 @@ class FreeSpace:
         """Return (block, position) of the fragment that starts at `end`, or None. It can only be the fragment at
         `position`, or the first one of the next block if `position` is behind the block's last."""
         if position == len(self._starts[block]):
-            block, position = block + 1, 0
+            block = block + 1
+            position = 0
             if block == len(self._firsts):
                 return None
         start = self._starts[block][position]
@@ -134,7 +130,8 @@ class FreeSpace:
 
     def _cut(self, block: int, position: int, need: int) -> int:
         """Remove the first `need` bytes from a fragment and return their offset."""
-        offset, size = self._starts[block][position], self._sizes[block][position]
+        offset = self._starts[block][position]
+        size = self._sizes[block][position]
         self.free_bytes -= need
         if size == need:
             self._remove(block, position)
@@ -161,7 +158,8 @@ class FreeSpace:
 
     def _remove(self, block: int, position: int) -> None:
         """Remove a fragment, and its block if that is empty."""
-        starts, sizes = self._starts[block], self._sizes[block]
+        starts = self._starts[block]
+        sizes = self._sizes[block]
         del starts[position]
         size = sizes.pop(position)
         self.fragments -= 1
@@ -175,7 +173,8 @@ class FreeSpace:
 
     def _insert(self, block: int, position: int, offset: int, size: int) -> None:
         """Insert a fragment, and split its block if that is too large."""
-        starts, sizes = self._starts[block], self._sizes[block]
+        starts = self._starts[block]
+        sizes = self._sizes[block]
         starts.insert(position, offset)
         sizes.insert(position, size)
         self._firsts[block] = starts[0]

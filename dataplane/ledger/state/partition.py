@@ -1,4 +1,5 @@
-"""One partition: its samples, fields, tags and tasks, and the samples that are ready for each task."""
+"""One partition: its samples, fields, tags and tasks, and the samples that are ready for each
+task."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 
 
 class Outlook:
-    """What eviction could free for waiting puts when an attempt for one of them failed, so that it is
-    not attempted again in vain (see `allocation.budgets`)."""
+    """What eviction could free for waiting puts when an attempt for one of them failed, so that it
+    is not attempted again in vain (see `allocation.budgets`)."""
 
     def __init__(self, at_most: int, gain: tuple[int, int]) -> None:
         # At most so many bytes can be freed once nobody reads samples, but for what `noted` adds.
         self.at_most = at_most
-        # Unconsumed samples, if the policy allows their eviction, certainly free at most so many bytes
-        # of the partition, and in open units; nothing else can be evicted. None: the partition changed.
+        # Unconsumed samples, if the policy allows their eviction, certainly free at most so many
+        # bytes of the partition, and in open units; nothing else can be evicted. None: the
+        # partition changed.
         self.gain: tuple[int, int] | None = gain
         # Rows whose samples may have become evictable, or moved to other extents.
         self.noted: list[Int64s] = []
@@ -56,34 +58,27 @@ WRITERS = 16
 
 
 class Partition:
-    """State of one partition. A row is the slot number of a sample in all its tables (see `Rows`). `extents` and
-    `leases` are shared by all partitions; `account` counts the bytes of the partition's extents.
-
-    `born` counts the samples that were live at the last Register and the samples created since. `interests`: the ready
-    samples by task and fields, the most recently used last. `watches`: parked claims by kind. `dealt`: a step was dealt
-    since the last evaluation of claims that wait for their share. `outlook`: estimate of the space that eviction can
-    free, while puts wait for it. `dropped` is set when the whole partition is dropped. `version`: the trainer's
-    version, None until set. `dropped_partial` counts samples cleared as members of partial groups. `wakes_at`: time at
-    which parked claims are evaluated again because the wait for a group ends. `writers`: name and time of the last
-    writing sessions, latest last. `targets`: by sample id, the number of active puts that name the sample and so
-    protect it from eviction. `owner`: the session that staged the partition and has not published it. `lost`: samples
-    lost with storage units, if any.
-    """
-
-    lost: Lost | None = None
+    """State of one partition. A row is the slot number of a sample in all its tables (see
+    `Rows`)."""
 
     def __init__(self, name: str, extents: Extents, leases: Leases) -> None:
         self.name = name
+        # Shared by all partitions.
         self.extents = extents
         self.leases = leases
+        # Counts the bytes of the partition's extents.
         self.account = extents.open_account()
         self.rows = Rows()
         self.fields: dict[str, Field] = {}
         self.tags = Tags(0)
         self.tasks: dict[str, Task] = {}
+        # The ready samples by task and fields, the most recently used last.
         self.interests: dict[tuple[str, tuple[str, ...]], ReadyIndex] = {}
+        # Parked claims by kind.
         self.watches: dict[str, Watch] = {}
+        # A step was dealt since the last evaluation of claims that wait for their share.
         self.dealt = False
+        # What eviction can free, if an attempt failed and puts wait since.
         self.outlook: Outlook | None = None
         self.num_samples: int | None = None
         self.group_size: int | None = None
@@ -92,14 +87,25 @@ class Partition:
         self.budget_bytes: int | None = None
         self.when_full = WhenFull.WAIT
         self.evicted = Evicted()
+        # Samples lost with storage units, if any.
+        self.lost: Lost | None = None
+        # By sample id, the number of active puts that name the sample and so protect it from
+        # eviction.
         self.targets: dict[str, int] = {}
         self.sealed = False
+        # The whole partition was dropped.
         self.dropped = False
+        # The samples that were live at the last Register, and those created since.
         self.born = 0
+        # The trainer's version. None: it was never set.
         self.version: int | None = None
+        # The number of samples cleared as members of partial groups.
         self.dropped_partial = 0
+        # Name and time of the last writing sessions, latest last.
         self.writers: dict[int, tuple[str, float]] = {}
+        # Time at which parked claims are evaluated again because the wait for a group ends.
         self.wakes_at = float("inf")
+        # The session that staged the partition and has not published it.
         self.owner: int | None = None
 
     # --- schema and tasks
@@ -134,9 +140,12 @@ class Partition:
                 task.end_all_leases()
         self.tasks = {name: self.tasks.get(name) or self._new_task(name) for name in command.tasks}
         self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}
-        self.num_samples, self.group_size, self.strict = command.num_samples, command.group_size, command.strict
+        self.num_samples = command.num_samples
+        self.group_size = command.group_size
+        self.strict = command.strict
         self.enums = dict(command.enums or {})
-        self.budget_bytes, self.when_full = command.budget_bytes, command.when_full
+        self.budget_bytes = command.budget_bytes
+        self.when_full = command.when_full
         self.sealed = False
         self.born = self.rows.live
 
@@ -266,7 +275,8 @@ class Partition:
         assert samples.generations is not None
         stale = ~self.rows.holds(samples.rows, samples.generations)
         if some(stale):
-            positions, generations = first_true(stale), samples.generations[stale]
+            positions = first_true(stale)
+            generations = samples.generations[stale]
             lost = self.lost or Lost()
             lost_ids = lost.among_generations(generations)
             raise StaleSampleError(
@@ -288,7 +298,8 @@ class Partition:
         else:
             assert samples.rows is not None
             assert samples.generations is not None
-            rows, exists = samples.rows, self.rows.holds(samples.rows, samples.generations)
+            rows = samples.rows
+            exists = self.rows.holds(samples.rows, samples.generations)
         return exists, rows[exists]
 
     def resolve_living(self, samples: Samples) -> Int64s:

@@ -106,7 +106,8 @@ class Rows:
         kept = np.flatnonzero(self.order[: self.end] >= 0)
         order = np.zeros(next_capacity(0, len(kept)), np.int64)
         order[: len(kept)] = self.order[kept]
-        self.order, self.end = order, len(kept)
+        self.order = order
+        self.end = len(kept)
         self.positions[order[: self.end]] = np.arange(self.end)
         return kept
 

@@ -1,6 +1,7 @@
 """Sessions of clients: their calls and answers, and the space, pins and claims that they hold.
 
-Also the estimated size of an answer (`size_of`), and the snapshot of a partition, taken for a checkpoint.
+Also the limits on what one client can cause (`Limits`), the estimated size of an answer
+(`size_of`), and the snapshot of a partition, taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -8,20 +9,19 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from dataplane.core.durations import UNLIMITED_S
 from dataplane.core.number_set import NumberSet
-from dataplane.core.types import FieldSpec
-from dataplane.errors import DataPlaneError
+from dataplane.core.types import FieldSpec, granules_up
+from dataplane.errors import DataPlaneError, LimitError
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands import Allocate, Allocated, Claim, FindCells, Int32s, Int64s, Result, Samples
 from dataplane.ledger.state.arrays import top
-from dataplane.ledger.state.free_space import granules_up
-from dataplane.ledger.state.limits import Limits
 from dataplane.ledger.state.tags import Tags
 from dataplane.ledger.state.units import Unit
 
@@ -31,6 +31,51 @@ if TYPE_CHECKING:
     from dataplane.ledger.state.watches import Watch
 
 
+SPLIT = "Split it into several smaller ones."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of the ledger. Every limit is inclusive. A request beyond a limit fails with a
+    `LimitError`.
+
+    in_flight: calls of a session whose answers are not confirmed; calls that undo another call are
+    always accepted. answer_bytes: approximate size of large answers kept per session until
+    confirmed; one answer is always kept. parked: waiting commands of all sessions.
+    samples: samples or values in one command, and samples of one claim. columns: columns, fields or
+    conditions in one command, and fields, tasks, tags or enumerations of a partition.
+    id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or
+    unit. tag_bytes: characters of one string tag. path_bytes: characters of a path or endpoint sent
+    by a client or unit. preallocated_part: one request for preallocated space may take at most
+    1/preallocated_part of the space for new rows in a unit. steps: steps of a task whose shares are
+    remembered. saves: `Save` calls of one session that are not released; each holds 20 bytes per
+    cell. interests: (task, fields) combinations per partition whose ready samples are tracked;
+    beyond the limit, the least recently used one without waiting claims is replaced.
+    """
+
+    in_flight: int = 4096
+    answer_bytes: int = 64 << 20
+    parked: int = 65536
+    sessions: int = 65536
+    partitions: int = 65536
+    units: int = 4096
+    samples: int = 1 << 20
+    columns: int = 4096
+    id_bytes: int = 1024
+    tag_bytes: int = 1 << 16
+    path_bytes: int = 4096
+    preallocated_part: int = 64
+    steps: int = 256
+    saves: int = 4
+    interests: int = 64
+
+
+def check_limit(what: str, got: int, limit: int, hint: str) -> None:
+    """Raise `LimitError` if `got` exceeds `limit`."""
+    if got > limit:
+        raise LimitError(what=what, got=got, limit=limit, hint=hint)
+
+
 class SessionStatus(enum.StrEnum):
     LIVE = "live"
     ENDING = "ending"
@@ -38,18 +83,29 @@ class SessionStatus(enum.StrEnum):
     session can no longer access them."""
 
 
+class ReservedPiece(NamedTuple):
+    """Values [first, last) of a column, back to back from `offset` of an arena on, in one extent.
+    Space without values yet is values [0, 0)."""
+
+    first: int
+    last: int
+    extent: int
+    offset: int
+
+
 class ReservedSpace:
-    """Reserved bytes. `pieces` lists them by column, each as (first, last, extent, offset): values [first, last) of the
-    column, back to back from this offset of the arena. `epochs`: the epochs of the units at the time of the
-    reservation. `broken`: some of the bytes were lost with a unit."""
+    """Reserved bytes."""
 
     def __init__(self, columns: int) -> None:
-        self.pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(columns)]
+        # By column.
+        self.pieces: list[list[ReservedPiece]] = [[] for _ in range(columns)]
+        # Epochs of the units at the time of the reservation.
         self.epochs: dict[int, int] = {}
+        # Some of the bytes were lost with a unit.
         self.broken = False
 
     def extents(self) -> Int32s:
-        return np.array([piece[2] for column in self.pieces for piece in column], np.int32)
+        return np.array([piece.extent for column in self.pieces for piece in column], np.int32)
 
 
 class PutReservation(ReservedSpace):
@@ -78,7 +134,7 @@ class Preallocation(ReservedSpace):
         super().__init__(1)
         self.unit = unit
         self.epochs[unit] = epoch
-        self.pieces[0].append((0, 0, extent, offset))
+        self.pieces[0].append(ReservedPiece(0, 0, extent, offset))
 
 
 class Parked:
@@ -160,44 +216,50 @@ class UnconfirmedClaim:
 
 
 class Session:
-    """State of one client session. `answers` keeps results until they are settled; `parked` has the waiting calls.
-    `reservations`, `pins`, `saves` (snapshots of a Save, by partition) and `unconfirmed` claims are indexed by the
-    number of the call that created them. Call numbers below `watermark` and those in `above` are settled: the client
-    has their answers, or will get none. `large`: sizes of large answers in bytes; `large_bytes`: their sum.
-
-    `nonce`: chosen by the client, the same in repetitions of its request to open the session. `why`: why it ended.
-    `lock_path`: path of the lock that the client holds while it runs, as reported by the client; needed if a unit's
-    report of the attachment was lost. `attached`: units that the session has attached to, in order, with the path of
-    that lock. `fencing`: units that still have to prove that an ending session cannot access them, with the same path.
-
-    Ledger times: `heard`, of the last contact, or later if heartbeats may be late; `probed`, of the last order to units
-    to prove the session's state; `suspected`, when a session that timed out during a pause of the ledger got one more
-    heartbeat. `silent`: its liveness stream has ended, without a contact since.
-    """
+    """State of one client session."""
 
     def __init__(self, number: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
         self.number = number
+        # Chosen by the client, the same in repetitions of its request to open the session.
         self.nonce = nonce
         self.name = name
         self.host = host
+        # Path of the lock that the client holds while it runs, as reported by the client: needed if
+        # a unit's report of the attachment was lost.
         self.lock_path = lock_path
         self.state = SessionStatus.LIVE
+        # Why the session ended.
         self.why = ""
+        # Call numbers below `watermark`, and those in `above`, are settled: the client has their
+        # answers, or will get none.
         self.watermark = 1
         self.above = NumberSet()
+        # Results by call number, until they are settled.
         self.answers: dict[int, Result | DataPlaneError] = {}
+        # Sizes of large answers in bytes, and their sum.
         self.large: dict[int, int] = {}
         self.large_bytes = 0
+        # The waiting calls.
         self.parked: dict[int, Parked] = {}
+        # What calls created that the session holds, by the number of the call.
         self.reservations: dict[int, ReservedSpace] = {}
         self.pins: dict[int, Int32s] = {}
+        # The snapshots of a Save, by partition.
         self.saves: dict[int, dict[str, Snapshot]] = {}
         self.unconfirmed: dict[int, UnconfirmedClaim] = {}
+        # Units that the session has attached to, in order, with the path of its lock.
         self.attached: dict[int, str] = {}
+        # Units that still have to prove that the ending session cannot access them, with the same
+        # path.
         self.fencing: dict[int, str] = {}
+        # Ledger time of the last contact, or later if heartbeats may be late.
         self.heard = now
+        # Ledger time of the last order to units to prove the session's state.
         self.probed: float | None = None
+        # Ledger time when a session that timed out during a pause of the ledger got one more
+        # heartbeat.
         self.suspected: float | None = None
+        # Its liveness stream has ended, without a contact since.
         self.silent = False
 
     @property

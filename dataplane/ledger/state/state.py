@@ -18,11 +18,11 @@ from dataplane.errors import (
     PartitionNotFoundError,
 )
 from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
-from dataplane.ledger.state.claim_terms import kind_of
 from dataplane.ledger.state.extents import Extents
-from dataplane.ledger.state.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import (
+    SPLIT,
+    Limits,
     Parked,
     ParkedAllocate,
     ParkedClaim,
@@ -30,8 +30,9 @@ from dataplane.ledger.state.sessions import (
     PutReservation,
     ReservedSpace,
     Session,
+    check_limit,
 )
-from dataplane.ledger.state.tasks import Leases, Task
+from dataplane.ledger.state.tasks import Leases, Task, kind_of
 from dataplane.ledger.state.units import Unit
 from dataplane.ledger.state.watches import Watch
 
@@ -41,26 +42,7 @@ second before its numbers reach those of a later state."""
 
 
 class State:
-    """Root of all tables.
-
-    `born` is the epoch in which this state was created, `epoch` the current one; an epoch is one run of the controller.
-    `generations` and `serials` are the last ones given out and only grow. Generations start above those of all earlier
-    states, so that a sample of a lost state is never confused with one of this state. `out`: outputs of the current
-    input. `watermarks`: parts of a limit at which `pressed` ends and begins. `touched`: partitions whose parked claims
-    must be evaluated again. `claim_waiters`: parked claims, by session and call number. `space_waiters`: puts that wait
-    for space, by `update`, then by account; puts that move cells are in `moves`. `finders`: parked
-    `FindCells` calls. `parked`: the number of all parked calls. `resting`: accounts whose budget is
-    exhausted, so that their first put can only be granted after a change of the account, by
-    `update`. `budgeted`: partitions with a budget, by account.
-
-    `alarms` and `wakes` are heaps by time; outdated entries are skipped. `alarms`: (deadline, place, session number,
-    call number) of parked calls. `wakes`: (time, serial, partition) at which parked claims are evaluated again because
-    the wait for a group ends. `checksums`: the checksum policy. `several_hosts`: cached result of
-    `spans_several_hosts`, None if it must be computed."""
-
-    checksums = Checksums.ACROSS_HOSTS
-    several_hosts: bool | None = None
-    finders: tuple[ParkedFind, ...] = ()
+    """Root of all tables."""
 
     def __init__(
         self,
@@ -71,32 +53,54 @@ class State:
         session_timeout_s: float,
         checksums: Checksums,
     ) -> None:
-        self.born = epoch
+        # The epoch in which this state was created, and the current one. An epoch is one run of the
+        # controller.
+        self.created_epoch = epoch
         self.epoch = epoch
         self.limits = limits
         self.reserve_fraction = reserve_fraction
         self.heartbeat_s = heartbeat_s
         self.session_timeout_s = session_timeout_s
         self.checksums = checksums
-        self.several_hosts = None
+        # Cached result of `spans_several_hosts`. None: it must be computed.
+        self.several_hosts: bool | None = None
+        # The parts of a limit at which `pressed` ends and begins.
         self.watermarks = (0.75, 0.9)
         self.now = 0.0
+        # The last generation given out. It only grows, and begins above those of all earlier
+        # states: a sample of a lost state is never confused with one of this state.
         self.generations = epoch // BIRTHS_APART_NS
+        # The last serial given out. It only grows.
         self.serials = 0
+        # The outputs of the current input.
         self.out: list[Output] = []
         self.units: dict[int, Unit] = {}
         self.extents = Extents(self.units)
         self.partitions: dict[str, Partition] = {}
+        # The partitions with a budget, by account.
         self.budgeted: dict[int, Partition] = {}
         self.sessions: dict[int, Session] = {}
+        # The number of all parked calls.
         self.parked = 0
+        # Puts that wait for space, by `update`, then by account, but for those that move cells
+        # (`moves`).
         self.space_waiters: dict[bool, Lines] = {True: {}, False: {}}
-        self.claim_waiters: dict[tuple[int, int], ParkedClaim] = {}
-        self.resting: dict[bool, set[int]] = {True: set(), False: set()}
         self.moves: Line = {}
+        # Accounts, by `update`, whose budget is exhausted: their first put can only be granted
+        # after a change of the account. Each has a waiting put.
+        self.resting: dict[bool, set[int]] = {True: set(), False: set()}
+        # Parked claims, by session and call number.
+        self.claim_waiters: dict[tuple[int, int], ParkedClaim] = {}
+        # Parked `FindCells` calls.
+        self.finders: tuple[ParkedFind, ...] = ()
+        # Partitions whose parked claims must be evaluated again.
         self.touched: dict[str, Partition] = {}
+        # Heap of (deadline, place, session number, call number) of parked calls; with outdated
+        # entries.
         self.alarms: list[tuple[float, int, int, int]] = []
         self.leases = Leases()
+        # Heap of (time, serial, partition) at which parked claims are evaluated again because the
+        # wait for a group ends; with outdated entries.
         self.wakes: list[tuple[float, int, str]] = []
 
     def serial(self) -> int:
@@ -222,7 +226,8 @@ class State:
     def protect_targets(self, put: ParkedAllocate | PutReservation) -> None:
         """Protect the samples that the put names from eviction until `unprotect_targets`. No effect if it names none,
         if they are protected already, or if the partition evicts no samples."""
-        partition, samples = put.partition, put.samples
+        partition = put.partition
+        samples = put.samples
         if samples is None or put.targets or not partition.evicts:
             return
         ids = samples.ids or partition.rows.names_of(partition.living(samples)[1])
@@ -235,7 +240,9 @@ class State:
         Preallocated space names no samples."""
         if not isinstance(put, ParkedAllocate | PutReservation):
             return
-        partition, ids, put_counts = put.partition, put.targets, put.partition.targets
+        partition = put.partition
+        ids = put.targets
+        put_counts = put.partition.targets
         put.targets = ()
         for name in ids:
             put_counts[name] -= 1
@@ -276,7 +283,8 @@ class State:
 
     def _park_claim(self, parked: ParkedClaim) -> None:
         """Add the claim to the watch of its kind."""
-        partition, ready_index = parked.partition, parked.ready_index
+        partition = parked.partition
+        ready_index = parked.ready_index
         assert ready_index is not None, parked.key
         self.claim_waiters[parked.key] = parked
         ready_index.waiters += 1
@@ -288,7 +296,8 @@ class State:
 
     def _unpark_claim(self, parked: ParkedClaim) -> None:
         """Remove the claim from its watch, and the watch with its last claim."""
-        partition, watch = parked.partition, parked.watch
+        partition = parked.partition
+        watch = parked.watch
         assert watch is not None, parked.key
         del self.claim_waiters[parked.key]
         watch.ready_index.waiters -= 1
@@ -305,7 +314,8 @@ class State:
     def _unpark_put(self, parked: ParkedAllocate) -> None:
         """Remove the put from its queue. Puts behind it may now be granted."""
         self.unprotect_targets(parked)  # no effect if its reservation has taken over its `targets`
-        queue, number = self._queue_of(parked), parked.partition.account.number
+        queue = self._queue_of(parked)
+        number = parked.partition.account.number
         del queue[parked.key]
         if not parked.command.moving:
             self.resting[parked.command.update].discard(number)  # the next put of the line may fit

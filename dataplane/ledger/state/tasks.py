@@ -1,4 +1,5 @@
-"""Consumer tasks: their claimed samples and leases, and the samples that are ready for them."""
+"""Consumer tasks: their claimed samples and leases, the samples that are ready for them, and the
+terms of their claims."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.ledger.commands import Int64s, Order
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands import Claim, Int64s, Order, Predicate, WhyBlocked
 from dataplane.ledger.state.arrays import Bools, grown, next_capacity
 
 Float64s = npt.NDArray[np.float64]
@@ -191,7 +193,8 @@ class ReadyIndex:
         if not len(added):
             return
         # Widen [low, high), or begin it anew if no other flag is set.
-        low, high = int(added.min()), int(added.max()) + 1
+        low = int(added.min())
+        high = int(added.max()) + 1
         self.low = low if not self.count else min(self.low, low)
         self.high = high if not self.count else max(self.high, high)
         self.count += len(added)
@@ -202,7 +205,9 @@ class ReadyIndex:
         flags = np.zeros(next_capacity(0, len(remaining)), np.bool_)
         indexed = remaining[remaining < len(self.flags)]  # beyond `flags`, nothing is ready
         flags[: len(indexed)] = self.flags[indexed]
-        self.flags, self.low, self.high = flags, 0, len(indexed)
+        self.flags = flags
+        self.low = 0
+        self.high = len(indexed)
 
     def ready(self) -> Int64s:
         """Return all set positions, oldest first."""
@@ -221,7 +226,8 @@ class ReadyIndex:
         """Return the first `wanted` set positions, in chunks from `low` on. Raise `low` to the first set flag, so that
         the next scan is shorter."""
         parts: list[Int64s] = []
-        at, missing = self.low, wanted
+        at = self.low
+        missing = wanted
         while missing > 0 and at < self.high:
             stop = min(at + max(CHUNK, 2 * missing), self.high)
             found = np.flatnonzero(self.flags[at:stop])[:missing] + at
@@ -236,7 +242,8 @@ class ReadyIndex:
         """Return the last `wanted` set positions, latest first, in chunks from `high` down. Lower `high` to the end of
         the last set flag, so that the next scan is shorter."""
         parts: list[Int64s] = []
-        at, missing = self.high, wanted
+        at = self.high
+        missing = wanted
         while missing > 0 and at > self.low:
             start = max(at - max(CHUNK, 2 * missing), self.low)
             found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:missing]
@@ -357,3 +364,41 @@ class Leases:
             if lease is not None and lease.looked_at == when:
                 return
             heapq.heappop(self.ends)
+
+
+# --- the terms of a claim as numbers and predicates
+
+
+def check_terms(command: Claim | WhyBlocked) -> None:
+    """Raise `InvalidRequestError` for terms that no sample or group can satisfy."""
+    if command.group_size is not None and command.group_size < 1:
+        raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
+    if command.max_lag is not None and command.max_lag < 0:
+        raise InvalidRequestError(f"max_lag={command.max_lag}: must not be negative")
+
+
+def least_of(command: Claim) -> int:
+    """Return the number of ready samples that ends the wait of the claim: `min_batch_size`, else
+    the batch size, rounded down to whole groups, equally many for each rank."""
+    least = command.batch_size if command.min_batch_size is None else command.min_batch_size
+    multiple = (command.group_size or 1) * (command.dp_world or 1)
+    return least // multiple * multiple
+
+
+def kind_of(ready_index: ReadyIndex, command: Claim) -> str:
+    """Return a key that is equal for claims that wait for the same samples, possibly in different
+    numbers."""
+    staleness = None if command.max_lag is None else (command.max_lag, command.version_tag)
+    groups = None
+    if command.group_size is not None:
+        groups = command.group_by, command.group_size, command.partial_after_s
+    return repr((ready_index.task.name, ready_index.fields, command.where, staleness, groups))
+
+
+def conditions(version: int | None, command: Claim | WhyBlocked) -> tuple[Predicate, ...]:
+    """Return the predicates that a sample's tags must satisfy while the partition is at this
+    version (None: as 0): the command's `where`, and the limit of its `max_lag`."""
+    if command.max_lag is None:
+        return command.where
+    oldest = (version or 0) - command.max_lag
+    return (*command.where, Predicate(tag=command.version_tag, op=">=", value=oldest))

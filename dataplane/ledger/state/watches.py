@@ -14,8 +14,7 @@ import numpy.typing as npt
 from dataplane.core.types import Scalar
 from dataplane.ledger.commands import Claim
 from dataplane.ledger.state.arrays import Bools, Int64s, grown, next_capacity
-from dataplane.ledger.state.claim_terms import conditions, least_of
-from dataplane.ledger.state.tasks import ReadyIndex
+from dataplane.ledger.state.tasks import ReadyIndex, conditions, least_of
 
 GONE = 0
 """State of a row that is claimed or was removed."""
@@ -113,7 +112,8 @@ class Groups:
         self.size = size
         # The number of groups with at least `size` takeable rows.
         self.whole = 0
-        # Group numbers by key, the type and value of the tag; and the keys by number (None: not in use).
+        # Group numbers by key, the type and value of the tag; and the keys by number (None: not in
+        # use).
         self.numbers: dict[Key, int] = {}
         self.keys: list[Key | None] = []
         # The numbers that are not in use.
@@ -168,10 +168,10 @@ class Groups:
         is_takeable: Bools,
         since: npt.NDArray[np.float64],
     ) -> float:
-        """Assign the rows to the groups `numbers` (-1: no group), and remove groups that become empty.
-        was_takeable, is_takeable: whether each row was takeable before and is now; since: creation times
-        by row. Return the earliest creation time in the groups that the rows left or joined, NEVER if
-        there are none."""
+        """Assign the rows to the groups `numbers` (-1: no group), and remove groups that become
+        empty. was_takeable, is_takeable: whether each row was takeable before and is now; since:
+        creation times by row. Return the earliest creation time in the groups that the rows left or
+        joined, NEVER if there are none."""
         if len(self.of) < len(since):
             self.of = grown(self.of, len(since))
         # The group that each row leaves, and the one that it joins; -1: none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.ledger.state.free_space import granules_up
+from dataplane.core.types import granules_up
 from tests.workers.channels.queue_driver import CAPACITY, KEY, Backed, QueueDriver, heads, kinds
 from workers.channels import wire
 from workers.channels.queues import Effects
