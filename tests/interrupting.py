@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen bytecodes of the package's own code. For a process of its own, in its main thread."""
+"""Ctrl-C at chosen bytecodes of the package's own code, or of others. For a process of its own, in its main thread."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import dataplane
 PACKAGE = str(Path(dataplane.__file__).parent)
 
 
-def bytecodes_of(call: Callable[[], Any], stop_at: int = 0, *, within: tuple[str, ...] = ("",)) -> int:
-    """Makes the call; how many bytecodes of the package's modules `within` it took in this thread. At bytecode
+def bytecodes_of(call: Callable[[], Any], stop_at: int = 0, *, within: tuple[str, ...] = (PACKAGE,)) -> int:
+    """Makes the call; how many bytecodes of the folders `within` it took in this thread. At bytecode
     `stop_at`, counted from 1, SIGINT becomes pending: KeyboardInterrupt is raised where the interpreter looks for
     signals next, as after a real Ctrl-C, and never between `__enter__` or `__exit__` of a lock and the `with` block."""
     done = 0
-    files = tuple(f"{PACKAGE}/{module}" for module in within)
     pending: collections.defaultdict[int, Any] = collections.defaultdict(_thread.interrupt_main)
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal done
-        if not frame.f_code.co_filename.startswith(files):
+        if not frame.f_code.co_filename.startswith(within):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -54,7 +53,7 @@ def samples(total: int, most: int) -> Iterator[int]:
 
 
 def interrupt_everywhere(
-    call: Callable[[], Any], most: int, after: Callable[[int], None], *, within: tuple[str, ...] = ("",)
+    call: Callable[[], Any], most: int, after: Callable[[int], None], *, within: tuple[str, ...] = (PACKAGE,)
 ) -> int:
     """The call again and again, each time interrupted at another bytecode, then `after`. How many interrupts came."""
     call()

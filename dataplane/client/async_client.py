@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self
 
@@ -12,6 +14,7 @@ from dataplane.client.async_calls import AsyncCalls
 from dataplane.client.async_session import AsyncConnection
 from dataplane.client.events import EventEmitter, OnEvent
 from dataplane.client.operations.steps import Operation, T
+from dataplane.client.rpc.async_channel import in_thread, until_done
 from dataplane.client.session_state import SessionState
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import ClientClosedError
@@ -21,9 +24,9 @@ P = ParamSpec("P")
 
 class AsyncDataPlaneClient(AsyncCalls):
     """`DataPlaneClient` with awaitable methods; contracts and errors are the same. The client is bound to the event
-    loop of its first call that connects. Calls in any other loop raise `ClientClosedError`, also after that loop is
-    closed. `close()` in another loop does not wait for copies; the client's own loop, if it still runs, ends the
-    session.
+    loop of its first call that connects. Calls in any other loop raise `ClientClosedError` until that loop is closed,
+    which ends the session. `close()` in another loop does not wait for copies; the client's own loop, if it still runs,
+    ends the session.
 
     Thousands of claims may wait concurrently without a thread each. Copies run in the loop's executor. Cancelling a
     call detaches its copy, which finishes in the background before its space is released.
@@ -36,7 +39,8 @@ class AsyncDataPlaneClient(AsyncCalls):
     def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:
         self._config = config
         self._emitter = EventEmitter(on_event)
-        self._opening: asyncio.Task[AsyncConnection] | None = None  # opens the session, or has opened it or failed
+        # Completed by the thread that opens the session.
+        self._opening: Future[AsyncConnection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop and the process of `_opening`
         self._pid = os.getpid()
         self._closed = False
@@ -65,7 +69,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         self._closed = True
         opening = self._opening
         if opening is not None and self._pid == os.getpid() and self._loop is asyncio.get_running_loop():
-            await asyncio.wait([opening])  # a pending first call may still open the session
+            await until_done(opening)  # a pending first call may still open the session
             if not _is_useless(opening):
                 await opening.result().close()  # can be repeated if it is cancelled or fails
         # In another loop, the dropped connection's finalizer closes it in its own loop (not in a forked child).
@@ -86,19 +90,25 @@ class AsyncDataPlaneClient(AsyncCalls):
         return f"{type(self).__name__}({self._config.address!r})"
 
     async def _connection(self) -> AsyncConnection:
-        """Return the open session. Concurrent first calls share one connection attempt; after a failure, or an
-        interrupt that ended the session, the next call opens another one. Raise `ClientClosedError` after `close`, and
-        in another event loop than the session's."""
+        """Return the open session. Concurrent first calls share one connection attempt; after a failure, after an
+        interrupt that ended the session or in another loop after the session's loop was closed, the next call opens
+        another one. Raise `ClientClosedError` after `close`, and in another event loop than the session's."""
         if self._closed:
             raise ClientClosedError()
         loop = asyncio.get_running_loop()
-        # A forked child opens its own session, possibly in another loop.
-        if self._opening is None or self._pid != os.getpid() or _is_useless(self._opening):
-            self._pid, self._loop = os.getpid(), loop
-            self._opening = loop.create_task(AsyncConnection.open(self._config))
+        if self._opening is None or self._pid != os.getpid() or self._loop_closed() or _is_useless(self._opening):
+            self._pid = os.getpid()
+            self._loop = loop
+            open_session = functools.partial(AsyncConnection.open, self._config, loop)
+            self._opening = in_thread(open_session, "tq-open")
         if self._loop is not loop:
             raise ClientClosedError(why="it is bound to another event loop; create one client per event loop")
-        return await asyncio.shield(self._opening)  # a cancelled caller does not cancel the attempt of others
+        opening = self._opening
+        await until_done(opening)
+        return opening.result()
+
+    def _loop_closed(self) -> bool:
+        return self._loop is not None and self._loop.is_closed()
 
     async def perform(
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
@@ -108,8 +118,8 @@ class AsyncDataPlaneClient(AsyncCalls):
         return await connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))
 
 
-def _is_useless(opening: asyncio.Task[AsyncConnection]) -> bool:
+def _is_useless(opening: Future[AsyncConnection]) -> bool:
     """Whether the attempt to open a session failed, or the session has ended."""
     if not opening.done():
         return False
-    return opening.cancelled() or opening.exception() is not None or not opening.result().usable
+    return opening.exception() is not None or not opening.result().usable

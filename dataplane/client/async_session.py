@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import logging
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -18,11 +21,19 @@ import msgspec
 from dataplane.client.operations.joined_puts import SmallPut, groups_of
 from dataplane.client.operations.put import store_joined
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Wait, Work
-from dataplane.client.rpc.async_channel import AsyncChannel
-from dataplane.client.session import Phase, Session, end_copies, is_interrupt, session_lock
+from dataplane.client.rpc.async_channel import AsyncChannel, complete, in_thread, until_done
+from dataplane.client.session import (
+    Phase,
+    Session,
+    end_copies,
+    is_interrupt,
+    leave_blocks,
+    session_lock,
+)
 from dataplane.client.session_state import check_pickles
 from dataplane.config import DataPlaneConfig
-from dataplane.errors import DataPlaneError, from_wire, to_wire
+from dataplane.core.in_flight import InFlight
+from dataplane.errors import DataPlaneError, SessionInterruptedError, from_wire, to_wire
 from dataplane.ledger import commands as c
 from dataplane.storage.session_lock import SessionLock
 
@@ -30,7 +41,12 @@ log = logging.getLogger(__name__)
 
 
 class AsyncConnection(Session):
-    """An open session, bound to one event loop."""
+    """An open session, bound to one event loop.
+
+    An interrupt that strikes in frames of asyncio itself loses one callback at most. Then the call goes on, or its
+    coroutine can never continue: nothing refers to it, so that the interpreter destroys it, which ends the session like
+    an interrupt in the call. Therefore nothing here keeps a task alive but what will wake it. A closed loop ends the
+    session, too."""
 
     joins_puts = True
 
@@ -39,24 +55,29 @@ class AsyncConnection(Session):
         super().__init__(config, channel, lock)
         self._channel = channel
         self._joiner = PutJoiner()
-        self._detached: set[asyncio.Task[None]] = set()  # the tasks of `_finish`, which nothing else refers to
-        channel.on_interrupt = weakref.WeakMethod(self._interrupt)
+        # The copies that run in threads.
+        self._running = InFlight()
+        # The operations whose coroutines were destroyed.
+        self._destroyed: list[Operation[Any]] = []
+        channel.on_error = weakref.WeakMethod(self._note)
+        channel.on_closed_loop = weakref.WeakMethod(self._interrupt)
         # Closes the session after the last reference to this object was dropped, unless `close` was called.
         self._finalizer = weakref.finalize(self, channel.end_in_background, self.session_state.close)
         self._finalizer.atexit = False
 
     @classmethod
-    async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
-        """Open a session. Raise the same errors as `DataPlaneClient.connect`."""
+    def open(cls, config: DataPlaneConfig, loop: asyncio.AbstractEventLoop) -> AsyncConnection:
+        """Open a session for this loop. Block, in another thread, and raise as `DataPlaneClient.connect`."""
         check_pickles(config)
         lock = session_lock(config)  # held while the session may use shared memory; None if it uses none
-        channel: AsyncChannel | None = None
         try:
-            channel = await AsyncChannel.open(config, lock_path="" if lock is None else str(lock.path))
-            return cls(config, channel, lock)  # its `close` releases the lock
+            channel = AsyncChannel.open(config, loop, "" if lock is None else str(lock.path))
+            try:
+                return cls(config, channel, lock)  # its `close` releases the lock
+            except BaseException:
+                channel.free()
+                raise
         except BaseException:
-            if channel is not None:  # an interrupt
-                threading.Thread(target=channel.free, name="tq-close", daemon=True).start()
             if lock is not None:
                 lock.close()
             raise
@@ -64,16 +85,36 @@ class AsyncConnection(Session):
     async def run(self, operation: Operation[T]) -> T:
         """Execute the operation's steps until it returns. A cancelled call ends immediately; if its copy is in
         progress, the copy and the clean-up of the operation finish in the background. An interrupt ends the session."""
-        with (call := threading.Lock()):  # held as long as the call runs
-            try:
-                self._post_leftovers()
-                return await self._resume(operation, call)
-            except BaseException as error:
-                if is_interrupt(error):
-                    self._interrupt(operation)
-                raise
-            finally:
-                self._copies.leave(call)
+        try:
+            with (call := threading.Lock()):  # held as long as the call runs
+                try:
+                    self._post_leftovers()
+                    result = await self._resume(operation, call)
+                finally:
+                    self._copies.leave(call)
+            return result
+        except BaseException as error:
+            self._note(error, operation)
+            raise
+
+    def _note(self, error: BaseException, operation: Operation[Any] | None = None) -> None:
+        """End the session if this error, of this operation, is an interrupt or its coroutine is destroyed."""
+        if isinstance(error, GeneratorExit):
+            self._end_soon(operation)
+        elif is_interrupt(error):
+            self._interrupt(operation)
+
+    def _end_soon(self, operation: Operation[Any] | None) -> None:
+        """End the session in its loop: the coroutine of the operation was destroyed, at any point of any thread. If the
+        loop is closed, the channel's thread ends the session."""
+        if operation is not None:
+            self._destroyed.append(operation)
+        self._channel.end_in_loop(self._interrupt)
+
+    def _interrupt(self, operation: Operation[Any] | None = None) -> None:
+        super()._interrupt(operation)
+        while self._destroyed:
+            leave_blocks(self._destroyed.pop(), SessionInterruptedError())
 
     async def _resume(self, operation: Operation[T], call: threading.Lock, thrown: BaseException | None = None) -> T:
         """Execute the remaining steps of the operation, after throwing `thrown` into it, and return its result. call:
@@ -87,7 +128,7 @@ class AsyncConnection(Session):
                     # Not thrown into the operation: `_finish` continues it in the background.
                     raise asyncio.CancelledError from None
                 except BaseException as error:
-                    if is_interrupt(error):
+                    if isinstance(error, GeneratorExit) or is_interrupt(error):
                         raise
                     step = operation.throw(error)
                 else:
@@ -104,6 +145,8 @@ class AsyncConnection(Session):
             case Post(command):
                 self._channel.post(command)
             case Work():
+                if self._phase is Phase.INTERRUPTED:
+                    raise SessionInterruptedError()
                 self._begin_copy(call)
                 if step.brief():  # it does not block the event loop
                     return step.run()
@@ -111,7 +154,7 @@ class AsyncConnection(Session):
             case Join(put):
                 return await self._joiner.offer(put, self._store_joined)
             case Wait(future):
-                await asyncio.shield(asyncio.wrap_future(future))  # a cancelled call does not cancel the future
+                await until_done(future)
         return None
 
     async def _store_joined(self, puts: Sequence[SmallPut], wanted: Callable[[], bool]) -> list[c.Committed] | None:
@@ -121,36 +164,49 @@ class AsyncConnection(Session):
     async def _work(self, step: Work, operation: Operation[Any], call: threading.Lock) -> Any:
         """Run a copy in the executor and return its result. If the call is cancelled before the copy has ended, hand
         the operation over to a background task and raise `_DetachedError`."""
-        running = asyncio.get_running_loop().run_in_executor(None, step.run)
+        copied: Future[Any] = Future()
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(None, self._copy, copied, step.run)
         try:
-            return await asyncio.shield(running)
+            await until_done(copied)
         except asyncio.CancelledError as error:
-            if running.done():
+            if copied.done():
                 raise  # the copy has ended: the operation can clean up now
-            finishing = self._finish(operation, running, error, self._copies.hand_over(call))
-            task = asyncio.get_running_loop().create_task(finishing)
-            self._detached.add(task)
-            task.add_done_callback(self._detached.discard)
+            finishing = self._finish(operation, copied, error, self._copies.hand_over(call))
+            loop.create_task(finishing)  # noqa: RUF006  `copied` refers to the task, and nothing else may
             raise _DetachedError from None
+        return copied.result()
+
+    def _copy(self, copied: Future[Any], run: Callable[[], Any]) -> None:
+        """Run a copy in this thread. After an interrupt, none begins."""
+        with (running := threading.Lock()):
+            self._running.enter(running)
+            if self._phase is Phase.INTERRUPTED:  # read after `enter`: see `_close_interrupted`
+                copied.set_exception(SessionInterruptedError())
+            else:
+                complete(copied, run)
+            self._running.leave(running)
 
     async def _finish(
         self,
         operation: Operation[Any],
-        running: asyncio.Future[Any],
+        copied: Future[Any],
         error: asyncio.CancelledError,
         call: threading.Lock,
     ) -> None:
-        """Wait for the copy of a cancelled call, then let the operation clean up. call: lock that represents the call
-        from now on; it is held and is released at the end (see `InFlight.hand_over`)."""
+        """Wait for the copy of a cancelled call, then let the operation clean up. If that is cancelled or destroyed,
+        end the session. call: lock that represents the call from now on; it is held and is released at the end (see
+        `InFlight.hand_over`)."""
         try:
-            await asyncio.wait([running])
-            running.exception()  # marks an error of the copy as retrieved; otherwise asyncio logs it
-            with contextlib.suppress(asyncio.CancelledError):  # `error`, which the operation raises again
-                try:
-                    await self._resume(operation, call, error)
-                except DataPlaneError as failed:
-                    log.warning("Clean-up of a cancelled call failed: %s", failed)
+            await until_done(copied)
+            await self._resume(operation, call, error)
+        except asyncio.CancelledError:  # `error`, which the operation raises again
+            pass
+        except DataPlaneError as failed:
+            log.warning("Clean-up of a cancelled call failed: %s", failed)
         finally:
+            if inspect.getgeneratorstate(operation) != inspect.GEN_CLOSED:
+                self._end_soon(operation)
             self._copies.leave(call)
             call.release()
 
@@ -163,17 +219,29 @@ class AsyncConnection(Session):
         finalizer closes the session of a dropped client."""
         if not self.usable:
             return
-        # First: the clean-up of these calls still needs the session.
-        await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
-        self.session_state.close()
-        await self._channel.close()
-        self._finalizer.detach()
-        if self.usable:
-            self._become(Phase.CLOSED)
+        try:
+            # First: the clean-up of these calls still needs the session.
+            end = functools.partial(end_copies, self._copies, self._config)
+            ended = in_thread(end, "tq-end-copies")
+            await until_done(ended)
+            ended.result()
+            self.session_state.close()
+            await self._channel.close()
+            self._finalizer.detach()
+            if self.usable:
+                self._become(Phase.CLOSED)
+        except BaseException as error:
+            self._note(error)
+            raise
+
+    @property
+    def _interrupted_copies(self) -> InFlight:
+        return self._running
 
     def _fail_calls(self, error: DataPlaneError) -> None:
         self._finalizer.detach()
         self._channel.end(error)
+        self._joiner.end(error)
 
     def _free(self) -> None:
         self.session_state.close()
@@ -190,38 +258,51 @@ Store = Callable[[Sequence[SmallPut], Callable[[], bool]], Awaitable[list[c.Comm
 
 
 class PutJoiner:
-    """Forms groups of the puts that are offered in one turn of the event loop, and stores each group with one commit.
-
-    `_offered`: the puts of this turn, each with the future of its outcome. `_tasks`: the groups that are being stored.
-    """
+    """Forms groups of the puts that are offered in one turn of the event loop, and stores each group with one
+    commit."""
 
     def __init__(self) -> None:
-        self._offered: list[tuple[SmallPut, asyncio.Future[Outcome]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        # The puts of this turn, by the futures of their outcomes.
+        self._offered: dict[asyncio.Future[Outcome], SmallPut] = {}
+        # The futures of these puts, and of those that are being stored.
+        self._waiting: set[asyncio.Future[Outcome]] = set()
 
     async def offer(self, put: SmallPut, store: Store) -> Outcome:
         """Return the result of the put if it was stored together with others that were offered in the same turn. None:
         the caller must store it alone, because there are no others, or they could not be stored together. store: equal
         for all callers."""
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Outcome] = loop.create_future()
-        if not self._offered:
-            loop.call_soon(self._form_groups, store)  # runs after the coroutines that are ready now
-        self._offered.append((put, outcome))
-        return await outcome
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiting.add(outcome)
+        self._offered[outcome] = put
+        try:
+            await asyncio.sleep(0)  # until the coroutines that are ready now have made their offers
+            if outcome in self._offered:
+                self._form_groups(store)
+            return await outcome
+        finally:
+            outcome.cancel()  # if the caller was cancelled
+            self._offered.pop(outcome, None)
+            self._waiting.discard(outcome)
 
     def _form_groups(self, store: Store) -> None:
         """Begin to store the puts that were offered in this turn; those without company return to their callers."""
-        offered, self._offered = self._offered, []
-        offered = [each for each in offered if not each[1].done()]  # done: the caller was cancelled
+        offered = [(put, outcome) for outcome, put in self._offered.items()]
+        self._offered = {}
         for positions in groups_of([put for put, _ in offered]):
             group = [offered[position] for position in positions]
             if len(group) == 1:
                 group[0][1].set_result(None)
                 continue
-            task = asyncio.get_running_loop().create_task(_store_group(group, store))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            # What the task waits for refers to it: see `AsyncConnection`.
+            storing = _store_group(group, store)
+            asyncio.get_running_loop().create_task(storing)
+
+    def end(self, error: DataPlaneError) -> None:
+        """Let all offers fail with this error."""
+        for outcome in list(self._waiting):
+            if not outcome.done():
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    outcome.set_exception(_copy_of(error))
 
 
 async def _store_group(group: list[tuple[SmallPut, asyncio.Future[Outcome]]], store: Store) -> None:
@@ -239,7 +320,7 @@ async def _store_group(group: list[tuple[SmallPut, asyncio.Future[Outcome]]], st
         for outcome in futures:
             if not outcome.done():
                 outcome.set_exception(_copy_of(error))
-    except BaseException:  # the loop ends
+    except asyncio.CancelledError:  # the loop ends
         for outcome in futures:
             outcome.cancel()
         raise

@@ -259,10 +259,15 @@ class Session(ABC):
     def _close_interrupted(self) -> None:
         """Close the session after the copies of all threads."""
         self._copies.shut()
-        while self._copies.wait(COPIES_S):
+        while self._interrupted_copies.wait(COPIES_S):
             log.warning("%r waits for copies of other threads since %.0f s", self, COPIES_S)
         self._free()
         self._become(Phase.CLOSED)
+
+    @property
+    def _interrupted_copies(self) -> InFlight:
+        """What uses the session's memory still after an interrupt."""
+        return self._copies
 
     @abstractmethod
     def _fail_calls(self, error: DataPlaneError) -> None:

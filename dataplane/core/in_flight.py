@@ -52,7 +52,10 @@ class InFlight:
     def wait(self, timeout_s: float) -> int:
         """Wait until all calls have ended, for at most `timeout_s`. Return the number of calls still active."""
         end = time.monotonic() + timeout_s
-        return sum(not _wait_for_end(call, end) for call in self._calls.copy())
+        while True:
+            active = sum(not _wait_for_end(call, end) for call in self._calls.copy())
+            if active or not len(self):  # not: a call has handed over meanwhile
+                return active
 
 
 def _wait_for_end(call: threading.Lock, end: float) -> bool:

@@ -91,13 +91,44 @@ async def refused(call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
 def test_every_call_in_a_second_loop_is_refused(server: Server, looking: DataPlaneClient) -> None:
     before = sessions(looking)
     client = connect_async(server.address, heartbeat_s=0.2)
-    asyncio.run(connected(client))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(connected(client))
     for name in METHODS:
         asyncio.run(refused(calling(client, name)))
     asyncio.run(client.close())
+    loop.close()
     with pytest.raises(ClientClosedError, match=r"close\(\) was called"):
         asyncio.run(connected(client))
     wait_until(lambda: sessions(looking) == before, "no session of a client whose loop is gone")
+
+
+def test_a_closed_loop_ends_the_session_and_the_next_call_opens_another_one(
+    server: Server, looking: DataPlaneClient
+) -> None:
+    before = sessions(looking)
+    client = connect_async(server.address, heartbeat_s=0.2)
+    asyncio.run(connected(client))
+    wait_until(lambda: sessions(looking) == before, "the session of the closed loop ends")
+    asyncio.run(connected(client))
+    asyncio.run(connected(client))
+    asyncio.run(client.close())
+    wait_until(lambda: sessions(looking) == before, "the last session ends")
+
+
+def test_cancelling_while_it_opens_leaves_nothing(server: Server, looking: DataPlaneClient) -> None:
+    before = sessions(looking)
+
+    async def main() -> None:
+        client = connect_async(server.address)
+        opening = asyncio.create_task(client.connect())
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await client.close()
+
+    asyncio.run(main())
+    assert sessions(looking) == before
 
 
 async def connected(client: AsyncDataPlaneClient) -> None:

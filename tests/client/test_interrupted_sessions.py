@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -14,10 +15,11 @@ import pytest
 import torch
 import zmq
 
-from dataplane import DataPlaneClient, connect, serve
+from dataplane import DataPlaneClient, connect, connect_async, serve
 from dataplane.client import session as sessions
 from dataplane.client import session_state, unit_connections
 from dataplane.client.rpc import call_socket, channel, heartbeat
+from dataplane.client.rpc.pending_calls import Calls
 from dataplane.errors import CallTimeoutError, ReentrantCallError, SessionInterruptedError
 from tests.controller.service import NEVER_S
 from tests.restarts import WAIT_S, wait_until
@@ -190,3 +192,46 @@ def test_bytes_of_an_interrupted_session_stay_until_its_copies_and_views_end(obs
     gc.collect()
     wait_until(lambda: not observer.stats().units[0].retired_bytes, "the bytes under the view are free")
     client.close()
+
+
+def test_a_claim_that_an_interrupted_call_did_not_return_comes_again(
+    observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer.put_samples(["a"], "p", {"x": torch.ones(1)})
+    real = Calls.settle
+
+    def settle(self: Calls, outgoing: Any, reply: Any) -> Any:
+        result = real(self, outgoing, reply)
+        if outgoing.method == "Claim":
+            raise KeyboardInterrupt
+        return result
+
+    with connect(observer.config.address) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Calls, "settle", settle)
+            with pytest.raises(KeyboardInterrupt):
+                client.claim_meta("p", "t", ["x"], 1)
+        again = client.claim_meta("p", "t", ["x"], 1, timeout_s=WAIT_S)
+    assert again.sample_ids == ["a"]
+
+
+def test_a_destroyed_coroutine_ends_the_session(observer: DataPlaneClient) -> None:
+    """An interrupt in asyncio lost the callback that would have woken it."""
+
+    async def main() -> None:
+        client = await connect_async(observer.config.address).connect()
+        first = await client._connection()
+        call = client.claim_meta("p", "t", ["x"], 1, timeout_s=NEVER_S)
+        call.send(None)
+        other = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, timeout_s=NEVER_S))
+        await client.stats()
+        del call
+        gc.collect()
+        with pytest.raises(SessionInterruptedError):
+            await other
+        assert await client._connection() is not first
+        await client.close()
+
+    at_first = held(observer)
+    asyncio.run(main())
+    wait_until(lambda: held(observer)[:2] == at_first[:2], "the sessions and their threads end")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import zmq
 
@@ -17,12 +22,52 @@ from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
 from dataplane.core.failpoints import hit
+from dataplane.core.in_flight import InFlight
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WAKE_S = 2.0
+"""Time after which a coroutine looks again at what a thread does for it: an interrupt in frames of
+asyncio can lose the callback that wakes it."""
+
+
+def in_thread(run: Callable[[], T], name: str) -> Future[T]:
+    """Start a thread that completes the returned future with the outcome of `run`."""
+    future: Future[T] = Future()
+    threading.Thread(target=complete, args=(future, run), name=name, daemon=True).start()
+    return future
+
+
+def complete(future: Future[T], run: Callable[[], T]) -> None:
+    """Complete the future with the outcome of `run`."""
+    try:
+        result = run()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+async def until_done(future: Future[Any]) -> None:
+    """Wait for a future that a thread completes. A cancelled caller does not cancel it."""
+    if future.done():
+        return
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake(done: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(woken.set_result, None)
+
+    future.add_done_callback(wake)
+    while not future.done():
+        await asyncio.wait([woken], timeout=WAKE_S)
 
 
 class _Waiting(WaitingCall):
@@ -47,53 +92,60 @@ class _Waiting(WaitingCall):
 
 class AsyncChannel(OpenChannel):
     """An open session with awaitable calls: one socket for any number of concurrent calls. Use its methods only in
-    the event loop that opened it. A thread keeps the session alive, so that a busy loop does not lose it. After a
-    reconnection, pending calls are resent to the new endpoint under their numbers.
+    its event loop. A thread keeps the session alive, so that a busy loop does not lose it, and ends it after the loop
+    was closed. After a reconnection, pending calls are resent to the new endpoint under their numbers.
 
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
     Requests of one turn of the event loop share messages. `_reads` is the descriptor of `_socket` that the loop
-    watches, -1 if none. `_none_pending` is set while no call is pending; `close` waits for it.
+    watches, -1 if none. Nothing relies on one callback of the loop, which an interrupt in asyncio can lose: the
+    resend of a call and every heartbeat do what is due.
     """
 
     def __init__(
-        self, config: DataPlaneConfig, session: OpenedSession, context: zmq.Context[Socket], dealer: Socket
+        self,
+        config: DataPlaneConfig,
+        session: OpenedSession,
+        context: zmq.Context[Socket],
+        dealer: Socket,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Create instances with `open`. dealer: the socket for heartbeats."""
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._socket: CallSocket[_Waiting] = CallSocket(context, self._calls)
         self._waiting = self._socket.waiting
         self._reads = -1
-        self._none_pending = asyncio.Event()
-        self._none_pending.set()
-        self._closing: asyncio.Task[None] | None = None  # the task of `_close`, started by the last call of `close`
-        # Called when an interrupt is raised outside of the calls, in a callback of the loop.
-        # Returns None after the connection was dropped: the channel's thread must not keep it.
-        self.on_interrupt: Callable[[], Callable[[], None] | None] = lambda: None
+        # The pending calls. `close` waits for them.
+        self._in_flight = InFlight()
+        # See `end_in_loop`.
+        self._ending: Callable[[], object] | None = None
+        # Completed by the thread that closes the channel.
+        self._closed: Future[None] | None = None
+        # Held by `free`, which several threads may call.
+        self._freeing = threading.Lock()
+        # Called with what is raised in a callback of the loop, outside of the calls. Returns None after the connection
+        # was dropped: the channel's thread must not keep it.
+        self.on_error: Callable[[], Callable[[BaseException], None] | None] = lambda: None
+        # Called in the channel's thread after the loop was closed. As above.
+        self.on_closed_loop: Callable[[], Callable[[], None] | None] = lambda: None
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._schedule_reconnect
         )
 
     @classmethod
-    async def open(cls, config: DataPlaneConfig, lock_path: str = "") -> AsyncChannel:
-        """Connect to `config.address` and open a session within `config.connect_timeout_s`. Raise as
-        `open_session`. lock_path: see `open_session`."""
+    def open(cls, config: DataPlaneConfig, loop: asyncio.AbstractEventLoop, lock_path: str = "") -> AsyncChannel:
+        """Connect to `config.address` and open a session for this loop. Call it in another thread: it blocks for at
+        most `config.connect_timeout_s`. Raise as `open_session`. lock_path: see `open_session`."""
         with enough_for(config.address or "", least=OF_A_CONTEXT):
             context: zmq.Context[Socket] = zmq.Context()
-            opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context, lock_path)
-            try:
-                session, dealer = await asyncio.shield(opening)
-            except BaseException:
-                # After a cancellation, the thread still opens the session. After an error, only the context remains.
-                opening.add_done_callback(lambda done: _discard(done, context))
-                raise
             channel: AsyncChannel | None = None
             try:
-                channel = cls(config, session, context, dealer)
+                session, dealer = open_session(config, context, lock_path)
+                channel = cls(config, session, context, dealer, loop)
                 channel._heartbeat.start()
                 return channel
             except BaseException:
@@ -111,18 +163,18 @@ class AsyncChannel(OpenChannel):
         self._calls.check()
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
-        self._none_pending.clear()
-        try:
-            reply = await self._exchange(outgoing)
-            hit(f"call.{name}.after")
-            return outgoing.number, self._calls.settle(outgoing, reply)
-        except (Exception, asyncio.CancelledError):
-            self._abandon(outgoing)
-            raise
-        finally:
-            self._waiting.pop(outgoing.number, None)
-            if not self._waiting:
-                self._none_pending.set()
+        with (active := threading.Lock()):  # held as long as the call runs
+            self._in_flight.enter(active)
+            try:
+                reply = await self._exchange(outgoing)
+                hit(f"call.{name}.after")
+                return outgoing.number, self._calls.settle(outgoing, reply)
+            except (Exception, asyncio.CancelledError):
+                self._abandon(outgoing)
+                raise
+            finally:
+                self._waiting.pop(outgoing.number, None)
+                self._in_flight.leave(active)
 
     async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence, until its deadline (see `prepare_resend`). The
@@ -137,6 +189,7 @@ class AsyncChannel(OpenChannel):
             self._calls.check()
             if time.monotonic() >= outgoing.wake_at:
                 self._send(self._calls.prepare_resend(outgoing))
+                self._use_socket()
 
     def _send_once(self, outgoing: OutgoingCall) -> None:
         try:
@@ -159,13 +212,14 @@ class AsyncChannel(OpenChannel):
             return
         try:
             self._socket.exchange()
-        except Exception:
+        except BaseException as error:  # an interrupt can leave half a message
+            self._report(error)
             raise
-        except BaseException:  # an interrupt, which can leave half a message
-            interrupt = self.on_interrupt()
-            if interrupt is not None:
-                interrupt()
-            raise
+
+    def _report(self, error: BaseException) -> None:
+        on_error = self.on_error()
+        if on_error is not None:
+            on_error(error)
 
     def _close_socket(self) -> None:
         if self._reads >= 0:
@@ -175,15 +229,38 @@ class AsyncChannel(OpenChannel):
 
     def _schedule_maintain(self) -> None:
         """Schedule `_maintain` in the loop. The heartbeat thread calls this with every heartbeat."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no more calls can be made
-            self._loop.call_soon_threadsafe(self._maintain)
+        self._schedule(self._maintain)
+
+    def _schedule(self, callback: Callable[[], None]) -> None:
+        """Schedule a callback in the loop, from the heartbeat thread. If the loop is closed, end the session."""
+        try:
+            self._loop.call_soon_threadsafe(self._run_callback, callback)
+        except RuntimeError:  # no more calls can be made
+            on_closed_loop = self.on_closed_loop()
+            if on_closed_loop is not None:
+                on_closed_loop()
+            else:  # its connection was dropped before
+                in_thread(self.free, "tq-close")
+
+    def _run_callback(self, callback: Callable[[], None]) -> None:
+        if self._closed is not None:
+            return
+        try:
+            callback()
+        except BaseException as error:
+            self._report(error)
+            raise
 
     def _maintain(self) -> None:
-        """Resend unanswered posted calls, and post the commands of `leftovers`."""
-        if self._closing is None and not self._calls.over:
+        """Resend unanswered posted calls, post the commands of `leftovers`, and read what has arrived; or end the
+        session (see `end_in_loop`)."""
+        if self._ending is not None:
+            self._ending()
+        if not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
             self._post_leftovers()
+            self._use_socket()
 
     def _schedule_reconnect(self) -> None:
         """Schedule `_reconnect` in the loop; if the session has moved, first pass its storage units to `on_units`. The
@@ -191,16 +268,13 @@ class AsyncChannel(OpenChannel):
         session = self._calls.session
         if not self._calls.unreachable:
             self.on_units(session.units)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._reconnect)
+        self._schedule(self._reconnect)
 
     def _reconnect(self) -> None:
         """Resend pending and posted calls over a new socket to the session's endpoint. Calls that are impossible now
         fail."""
-        if self._closing is not None:
-            return
         self._close_socket()  # `_send` opens another one
-        for waiting in self._waiting.values():
+        for waiting in list(self._waiting.values()):
             try:
                 self._send(self._calls.prepare_resend(waiting.outgoing))
             except DataPlaneError as error:
@@ -213,24 +287,30 @@ class AsyncChannel(OpenChannel):
 
     def end_in_background(self, first: Callable[[], None]) -> None:
         """Close the channel after the last reference to the client was dropped: a new thread calls `first` and then
-        schedules `close` in the loop (see `HeartbeatThread.end_in_background`). If that loop is closed, only free the
-        local resources."""
+        schedules `begin_close` in the loop (see `HeartbeatThread.end_in_background`). If that loop is closed, only
+        free the local resources."""
 
         def end() -> None:
             first()
-            closing = self.close()
-            try:
-                asyncio.run_coroutine_threadsafe(closing, self._loop)
-            except RuntimeError:  # the loop is closed
-                closing.close()  # the coroutine: it will never run
+            if self._loop.is_closed():
                 self.free()
+            else:
+                self.end_in_loop(self.begin_close)
 
         self._heartbeat.end_in_background(end)
 
+    def end_in_loop(self, ending: Callable[[], object]) -> None:
+        """Call `ending`, which ends the session, in the loop: now, or with a heartbeat if an interrupt loses this
+        callback. May be called at any point of any thread."""
+        self._ending = ending
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._run_callback, self._maintain)
+
     def end(self, error: DataPlaneError) -> None:
-        """Let all calls fail with this error, also those that wait, and close the socket."""
+        """Let all calls fail with this error, also those that wait, and close the socket. Call it in the loop, or in
+        any thread after the loop was closed."""
         self._calls.end(error)
-        for waiting in self._waiting.values():
+        for waiting in list(self._waiting.values()):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 waiting.end(error)
         self._close_socket()
@@ -238,48 +318,43 @@ class AsyncChannel(OpenChannel):
     def free(self) -> None:
         """Report the end of the session to the service and free all resources, after `end` or after the loop was
         closed, in any thread. Blocks for a few seconds at most."""
-        if self._calls.owes_bye:
-            say_bye(self._context, self._calls)
-        self._calls.end(ClientClosedError())
-        self._socket.close()  # not by `_close_socket`, which needs the loop
-        self._end_thread_and_context()
+        if self._closed is not None:
+            concurrent.futures.wait([self._closed])
+            return
+        with self._freeing:
+            owes_bye = self._calls.owes_bye  # read before `end`, after which it is always False
+            self._calls.end(ClientClosedError())
+            self._free(owes_bye)
 
     async def close(self) -> None:
-        """Close the session as `ControllerChannel.close`. If this call is cancelled, closing continues in a task of
-        the loop. Idempotent; it can be repeated after a cancellation or an error."""
-        if self._pid != os.getpid():
-            return
-        if self._closing is None or self._closing.done():  # done: repeating it has no effect if it was complete
-            self._closing = self._loop.create_task(self._close())
-        await asyncio.shield(self._closing)
+        """Close the session as `ControllerChannel.close`. If this call is cancelled, closing continues. Idempotent; it
+        can be repeated after a cancellation or an error."""
+        if self._pid == os.getpid():
+            closed = self.begin_close()
+            await until_done(closed)
+            closed.result()
 
-    async def _close(self) -> None:
-        """Close the session; free the local resources even if that fails or is cancelled."""
-        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
-            self._post_leftovers()
-        owes_bye = self._calls.owes_bye  # read before `end`, after which it is always False
-        self._calls.end(ClientClosedError())
-        for waiting in self._waiting.values():
-            waiting.end(ClientClosedError())
-        run = self._loop.run_in_executor
+    def begin_close(self) -> Future[None]:
+        """Let all calls fail, and a thread close the session. Return a future of its end."""
+        # Repeating it has no effect if it was complete.
+        if self._closed is None or self._closed.done():
+            with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
+                self._post_leftovers()
+            owes_bye = self._calls.owes_bye
+            self.end(ClientClosedError())
+            self._closed = in_thread(functools.partial(self._close, owes_bye), "tq-close")
+        return self._closed
+
+    def _close(self, owes_bye: bool) -> None:
+        self._in_flight.wait(CLOSE_S)  # until the failed calls have cleaned up
+        self._free(owes_bye)
+
+    def _free(self, owes_bye: bool) -> None:
         try:
-            await self._none_pending.wait()  # until the failed calls have cleaned up
             if owes_bye:
-                await run(None, say_bye, self._context, self._calls)
+                say_bye(self._context, self._calls)
         finally:
-            self._close_socket()
-            await run(None, self._end_thread_and_context)  # it blocks
-
-    def _end_thread_and_context(self) -> None:
-        """Stop the heartbeat thread, then free the ZMQ context, unless the thread still uses it. Blocks for up to
-        `CLOSE_S`."""
-        if self._heartbeat.close(CLOSE_S):
-            self._context.term()
-
-
-def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:
-    """Free the context of an opening that failed or whose caller was cancelled. If the session was opened, first close
-    its socket, which the service detects."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result()[1].close()
-    context.destroy(linger=0)
+            self._socket.close()  # not by `_close_socket`, which needs the loop
+            # Free the ZMQ context, unless the heartbeat thread still uses it.
+            if self._heartbeat.close(CLOSE_S):
+                self._context.term()

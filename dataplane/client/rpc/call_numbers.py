@@ -54,6 +54,7 @@ class CallNumbers:
 
     def __init__(self, session: int) -> None:
         self.session = session
+        self.confirms = True  # whether calls confirm the answers that have arrived
         self._next = 1
         self._open: dict[int, _Open] = {}  # the numbers that are not settled, ascending
         self._settled: deque[list[int]] = deque()
@@ -173,8 +174,8 @@ class CallNumbers:
         return Call(
             session=self.session,
             number=number,
-            watermark=self.watermark,
-            confirmed=self.confirmed,
+            watermark=self.watermark if self.confirms else 0,
+            confirmed=self.confirmed if self.confirms else (),
             command=self._open[number].command,
         )
 

@@ -135,7 +135,11 @@ class Calls:
         return self.session.durable and time.monotonic() - self._lost_at < self._reconnect_s
 
     def end(self, error: DataPlaneError) -> None:
-        """End the session: `check` raises this error from now on."""
+        """End the session: `check` raises this error from now on. After an interrupt, nothing is confirmed any more: an
+        answer that has arrived may not have reached its caller."""
+        if isinstance(error, SessionInterruptedError):
+            with self._lock:
+                self._numbering.confirms = False
         # The first reason stays, unless the client itself was closed.
         is_closed = isinstance(error, ClientClosedError) and not isinstance(self._over, SessionInterruptedError)
         if self._over is None or is_closed:
@@ -217,7 +221,10 @@ class Calls:
             self._record_answer(reply)
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
-        """Return the result of the call, or raise its error. Record that its number is answered."""
+        """Return the result of the call, or raise its error; after an interrupt, always raise. Record that its number
+        is answered."""
+        if isinstance(self._over, SessionInterruptedError):
+            self.check_open()
         self._lost = ""  # the service responds
         error = reply.error
         if isinstance(error, SessionExpiredError):
