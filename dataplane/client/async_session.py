@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import logging
 import threading
@@ -220,12 +219,9 @@ class AsyncConnection(Session):
         if not self.usable:
             return
         try:
-            # First: the clean-up of these calls still needs the session.
-            end = functools.partial(end_copies, self._copies, self._config)
-            ended = in_thread(end, "tq-end-copies")
+            ended = in_thread(self._end_copies, "tq-end-copies")
             await until_done(ended)
             ended.result()
-            self.session_state.close()
             await self._channel.close()
             self._finalizer.detach()
             if self.usable:
@@ -233,6 +229,11 @@ class AsyncConnection(Session):
         except BaseException as error:
             self._note(error)
             raise
+
+    def _end_copies(self) -> None:
+        """In a thread: no interrupt reaches the finalizer that releases the lock, which would swallow it."""
+        end_copies(self._copies, self._config)  # first: the clean-up of these calls still needs the session
+        self.session_state.close()
 
     @property
     def _interrupted_copies(self) -> InFlight:

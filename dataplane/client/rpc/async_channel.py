@@ -125,8 +125,8 @@ class AsyncChannel(OpenChannel):
         self._ending: Callable[[], object] | None = None
         # Completed by the thread that closes the channel.
         self._closed: Future[None] | None = None
-        # Held by `free`, which several threads may call.
-        self._freeing = threading.Lock()
+        # Held while a thread frees the resources; after an interrupt of `begin_close`, two do.
+        self._freeing = threading.RLock()
         # Called with what is raised in a callback of the loop, outside of the calls. Returns None after the connection
         # was dropped: the channel's thread must not keep it.
         self.on_error: Callable[[], Callable[[BaseException], None] | None] = lambda: None
@@ -350,11 +350,12 @@ class AsyncChannel(OpenChannel):
         self._free(owes_bye)
 
     def _free(self, owes_bye: bool) -> None:
-        try:
-            if owes_bye:
-                say_bye(self._context, self._calls)
-        finally:
-            self._socket.close()  # not by `_close_socket`, which needs the loop
-            # Free the ZMQ context, unless the heartbeat thread still uses it.
-            if self._heartbeat.close(CLOSE_S):
-                self._context.term()
+        with self._freeing:
+            try:
+                if owes_bye:
+                    say_bye(self._context, self._calls)
+            finally:
+                self._socket.close()  # not by `_close_socket`, which needs the loop
+                # Free the ZMQ context, unless the heartbeat thread still uses it.
+                if self._heartbeat.close(CLOSE_S):
+                    self._context.term()
