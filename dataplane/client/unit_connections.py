@@ -380,7 +380,13 @@ class UnitConnections:
                     _add_received(columns, rows, received, buffers, which, offsets, owned)
         return {
             field.name: _source(
-                field, buffers, field_which, field_offsets, parts.get(field.name), whole_buffers=whole_buffers, ours=field_owned
+                field,
+                buffers,
+                field_which,
+                field_offsets,
+                parts.get(field.name),
+                whole_buffers=whole_buffers,
+                ours=field_owned,
             )
             for field, field_which, field_offsets, field_owned in zip(located, which, offsets, owned, strict=True)
         }
