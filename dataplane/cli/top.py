@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
 
     from dataplane.client.rpc.channel import ControllerChannel
-    from dataplane.controller.metrics.throughput import FlowReport
+    from dataplane.controller.metrics.history import FlowReport
     from dataplane.ledger import commands as c
 
 _BAR = 20
@@ -375,7 +375,7 @@ def parse_http_address(text: str, address: str) -> tuple[str, int]:
 
 def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
     """Return the mean rates of the last `seconds`. Raises `ServiceUnavailableError`, with the reason, on failure."""
-    from dataplane.controller.metrics.throughput import FlowReport
+    from dataplane.controller.metrics.history import FlowReport
 
     try:
         body = _fetch(host_port, config)

@@ -16,8 +16,7 @@ from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.event_loop import LedgerLike, LedgerThread
 from dataplane.controller.metrics.collector import ServiceMetrics
 from dataplane.controller.metrics.recorder import Recorder
-from dataplane.controller.metrics.throughput import FlowReport
-from dataplane.controller.metrics.timeline import TimelineReport
+from dataplane.controller.metrics.history import FlowReport, TimelineReport
 from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.protocol.http import (

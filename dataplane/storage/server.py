@@ -47,7 +47,7 @@ from dataplane.protocol.zap import Admission, Handshakes, ServerKeys
 from dataplane.protocol.zmq_frames import TLS, beginning, is_tls
 from dataplane.storage.arena import Arena
 from dataplane.storage.endpoints import bind
-from dataplane.storage.metrics import BulkCounts
+from dataplane.storage.metrics import BulkMetrics
 from dataplane.storage.session_lock import lock_directories as default_lock_directories
 from dataplane.storage.sessions import Sessions
 from dataplane.storage.transport.interface import Fill, Offer, UnitPayloads
@@ -103,7 +103,7 @@ class BulkServer:
         tcp_host: str | None = None,
         tcp_port: int = 0,
         advertise_host: str | None = None,
-        counts: BulkCounts | None = None,
+        counts: BulkMetrics | None = None,
         lock_directories: Iterable[str | Path] | None = None,
     ) -> None:
         folders = default_lock_directories(arena.path.parent) if lock_directories is None else lock_directories
@@ -118,7 +118,7 @@ class BulkServer:
         self._tcp_port = tcp_port
         self._advertise_host = advertise_host
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
-        self._counts = counts or BulkCounts()
+        self._counts = counts or BulkMetrics()
         self._malformed = Complaints()  # limits the log lines about malformed messages
         self._unit = 0  # see `unit`
         self._admission: Admission | None = None  # None: peers present no ticket

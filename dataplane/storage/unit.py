@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.addresses import boot_id, reachable_host
 from dataplane.core.failpoints import hit
+from dataplane.core.metrics import Sheet
 from dataplane.core.private_dir import in_own_directory, leave
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
@@ -30,7 +31,7 @@ from dataplane.storage.arena import PAGE_BYTES, Arena
 from dataplane.storage.arena_record import Adopted, UnitRecord
 from dataplane.storage.capacity import arena_capacity, sweep_directories
 from dataplane.storage.controller_link import UnitLink
-from dataplane.storage.metrics import BulkCounts, BulkMetrics, UnitFacts
+from dataplane.storage.metrics import BulkMetrics
 from dataplane.storage.server import BulkServer
 from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY
 from dataplane.storage.transport.registry import unit_payloads
@@ -70,7 +71,7 @@ class StorageUnit:
         self._bulk: BulkServer | None = None
         self._link: UnitLink | None = None
         self._record: UnitRecord | None = None
-        self._counts = BulkCounts()
+        self._counts = BulkMetrics(self._add_metrics)
         self._http: HttpServer | None = None
         self._guard = threading.Lock()
         self._pid = os.getpid()  # a forked child does not stop the unit
@@ -220,7 +221,7 @@ class StorageUnit:
     def _create_http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
         """Return the HTTP server for metrics, which require authorization, and health."""
         registry = CollectorRegistry()
-        registry.register(BulkMetrics(self._counts, self._facts))
+        registry.register(self._counts)
         return HttpServer(
             {"/metrics": metrics(registry)},
             config.host,
@@ -230,18 +231,15 @@ class StorageUnit:
             context=None if config.tls is None else server_context(config.tls),
         )
 
-    def _facts(self) -> UnitFacts | None:
-        """Return a snapshot for the metrics; None while the unit is not running."""
+    def _add_metrics(self, sheet: Sheet) -> None:
+        """Add samples of the unit and its arena to a scrape, if the unit is running."""
         bulk, arena = self._bulk, self._arena  # read once, because `stop` may reset them meanwhile
         if bulk is None or arena is None:
-            return None
-        return UnitFacts(
-            unit=bulk.unit,
-            name=self.name,
-            attached=bulk.attached,
-            capacity_bytes=arena.capacity_bytes,
-            backed_bytes=arena.backed_bytes,
-        )
+            return
+        sheet.set("bulk_info", 1, str(bulk.unit), self.name)
+        sheet.set("bulk_attached_sessions", bulk.attached)
+        sheet.set("bulk_arena_capacity_bytes", arena.capacity_bytes)
+        sheet.set("bulk_arena_backed_bytes", arena.backed_bytes)
 
     def _health(self, request: HttpRequest) -> Response:
         """Handle /healthz: success while the thread of the bulk server runs."""

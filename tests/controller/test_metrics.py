@@ -15,7 +15,16 @@ from dataplane import ClaimTimeoutError, DataPlaneConfig, Server, Shared, connec
 from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.controller.metrics import collector as service_module
-from dataplane.core.metrics.catalog import BULK, CATALOGUE, JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Family
+from dataplane.core.metrics import (
+    BULK,
+    CATALOGUE,
+    JOURNAL,
+    PARTITIONS,
+    SERVICE,
+    TASKS,
+    UNITS,
+    Family,
+)
 from dataplane.errors import ServiceUnavailableError
 from dataplane.storage.unit import StorageUnit
 from tests.controller.service import ScriptedLedger

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dataplane.controller.metrics import history as history_module
 from dataplane.controller.metrics import recorder as recorder_module
-from dataplane.controller.metrics import throughput as flow_module
-from dataplane.controller.metrics import timeline as timeline_module
 from dataplane.controller.metrics.collector import ServiceMetrics
-from dataplane.controller.metrics.recorder import MovedTotals, Recorder
-from dataplane.controller.metrics.throughput import KEPT_S, Throughput
-from dataplane.controller.metrics.timeline import Timeline
-from dataplane.core.metrics.histograms import BOUNDS_S, Histogram
+from dataplane.controller.metrics.history import KEPT_S, Throughput, Timeline
+from dataplane.controller.metrics.recorder import Recorder
+from dataplane.core.metrics import BOUNDS_S, SERVICE, Op, Sheet
 from dataplane.core.types import PROTOCOL_VERSION, FieldKind, FieldSpec
 from dataplane.errors import ClaimTimeoutError, DataPlaneError, SampleNotFoundError
 from dataplane.ledger import commands as c
@@ -81,7 +80,7 @@ def test_a_put_begins_with_asking_for_space(told: Told) -> None:
     told.put(2, allocated=False)
     assert told.spans() == [("put", "x", 2, 48, 100.0, 101.0), ("put", "x", 2, 48, 101.0, 101.5)]
     moved = told.recorder.moved
-    assert (moved.put_samples, moved.new_samples, moved.put_bytes) == (4, 2, 96)
+    assert (moved["put_samples"], moved["new_samples"], moved["put_bytes"]) == (4, 2, 96)
 
 
 def test_a_read_ends_with_its_release(told: Told) -> None:
@@ -91,16 +90,16 @@ def test_a_read_ends_with_its_release(told: Told) -> None:
     told.now = 110.0
     told.call(c.Release(located=number), c.Done(), took=0.0)
     assert told.spans() == [("get", "x", 1, 24, 100.0, 110.0)]
-    assert told.recorder.moved.got_bytes == 24
+    assert told.recorder.moved["got_bytes"] == 24
 
 
 def test_a_claim_that_only_looks_is_none(told: Told) -> None:
     rows = np.arange(2)
     claim = c.Claim(partition="p", task="t", fields=("x",), batch_size=2, blocking=False, peek=True)
     told.call(claim, c.Claimed(ids=("a", "b"), rows=rows, generations=rows, fields=("x",), tags=()))
-    assert told.recorder.moved.claimed_samples == 0
+    assert told.recorder.moved["claimed_samples"] == 0
     assert told.spans() == []
-    assert told.recorder.ops[c.Claim].ok == 1
+    assert told.recorder.ops[c.Claim].outcomes["ok"] == 1
 
 
 def test_what_is_missing_has_no_bytes(told: Told) -> None:
@@ -108,15 +107,15 @@ def test_what_is_missing_has_no_bytes(told: Told) -> None:
     found = located(2)
     found.fields[0].lengths[1] = -1
     told.call(read, found)
-    assert told.recorder.moved.got_bytes == 24
+    assert told.recorder.moved["got_bytes"] == 24
 
 
 def test_a_call_that_failed_moved_nothing(told: Told) -> None:
     read = c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",))
     told.call(read, SampleNotFoundError(partition="p", samples=["a"], total=1))
     told.recorder.count()
-    assert told.recorder.ops[c.Locate].outcomes() == {"ok": 0, "SampleNotFoundError": 1}
-    assert told.recorder.moved.got_samples == 0
+    assert told.recorder.ops[c.Locate].outcomes == {"ok": 0, "SampleNotFoundError": 1}
+    assert told.recorder.moved["got_samples"] == 0
     assert told.recorder.by_partition == {}
 
 
@@ -128,8 +127,8 @@ def test_waiting_is_summed_for_each_task(told: Told) -> None:
     told.call(claim, error, took=5.0)
     told.recorder.count()
     waited = told.recorder.by_task["p", "t"]
-    assert (waited.count, waited.sum_s) == (1, 2.0)
-    assert told.recorder.ops[c.Claim].took.sum_s == 7.0
+    assert (waited.outcomes, waited.sum_s) == ({"ok": 1}, 2.0)
+    assert told.recorder.ops[c.Claim].sum_s == 7.0
 
 
 def test_what_is_told_is_counted_together_and_before_anybody_reads(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +137,10 @@ def test_what_is_told_is_counted_together_and_before_anybody_reads(told: Told, m
         told.call(c.Stats(), c.Done())
     assert c.Stats not in told.recorder.ops
     told.call(c.Stats(), c.Done())
-    assert told.recorder.ops[c.Stats].ok == 3
+    assert told.recorder.ops[c.Stats].outcomes["ok"] == 3
     told.call(c.Stats(), c.Done())
     told.recorder.flow()
-    assert told.recorder.ops[c.Stats].ok == 4
+    assert told.recorder.ops[c.Stats].outcomes["ok"] == 4
 
 
 def test_answers_of_many_samples_are_not_kept(told: Told) -> None:
@@ -159,7 +158,7 @@ def test_one_that_cannot_be_counted_is_logged_and_the_rest_is(told: Told, caplog
     with caplog.at_level(logging.ERROR):
         told.recorder.count()
     assert caplog.text.count("Could not count the answer to") == 1
-    assert told.recorder.moved.put_samples == 1
+    assert told.recorder.moved["put_samples"] == 1
 
 
 def test_partitions_that_are_gone_stay_in_the_sum(told: Told) -> None:
@@ -167,29 +166,27 @@ def test_partitions_that_are_gone_stay_in_the_sum(told: Told) -> None:
     told.call(c.Clear(partition="p", samples=None), c.Cleared(count=2))
     told.recorder.count()
     assert told.recorder.by_partition == {}
-    assert (told.recorder.moved.put_samples, told.recorder.moved.cleared_samples) == (2, 2)
+    assert (told.recorder.moved["put_samples"], told.recorder.moved["cleared_samples"]) == (2, 2)
 
 
-def test_a_partition_that_goes_while_all_are_summed_up_is_in_the_sum_once(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partition_that_goes_while_all_are_summed_up_is_in_the_sum_once(told: Told) -> None:
     """Else the sum shrinks afterwards, which Prometheus takes for a start from 0."""
     told.put(2, born=2)
     told.recorder.count()
     going = threading.Thread(target=told.recorder.forget, args=(["p"],))
-    add = MovedTotals.add
 
-    def add_while_it_goes(everything: MovedTotals, moved: MovedTotals) -> None:
-        if threading.current_thread() is not going and going.ident is None:
-            going.start()
-            going.join(0.2)  # it has to wait
-        add(everything, moved)
+    class Going(Counter[str]):
+        def items(self) -> Any:  # read by the sum
+            if going.ident is None:
+                going.start()
+                going.join(0.2)  # it has to wait
+            return super().items()
 
-    monkeypatch.setattr(MovedTotals, "add", add_while_it_goes)
-    assert told.recorder.moved.put_samples == 2
+    told.recorder.by_partition["p"] = Going(told.recorder.by_partition["p"])
+    assert told.recorder.moved["put_samples"] == 2
     going.join()
     assert told.recorder.by_partition == {}
-    assert told.recorder.moved.put_samples == 2
+    assert told.recorder.moved["put_samples"] == 2
 
 
 def test_a_partition_that_comes_while_prometheus_asks_is_not_taken_for_one_that_is_gone(told: Told) -> None:
@@ -210,11 +207,13 @@ def test_a_partition_that_comes_while_prometheus_asks_is_not_taken_for_one_that_
 
     metrics = ServiceMetrics(ask, told.recorder)
     list(metrics.collect())
-    assert told.recorder.by_partition["p"].put_samples == 2
+    assert told.recorder.by_partition["p"]["put_samples"] == 2
 
 
-def test_memory_is_bounded(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline_module, "OPEN", 10)
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (history_module, recorder_module):
+        monkeypatch.setattr(module, "OPEN", 10)
+    told = Told()
     for number in range(50):
         told.call(c.Allocate(partition="p", columns=()), c.Allocated(placements=()))
         told.call(c.Locate(partition=f"p{number}", samples=c.Samples(ids=("a",)), fields=("x",)), located(1))
@@ -224,7 +223,7 @@ def test_memory_is_bounded(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [told.recorder._reserved, told.recorder._reading, told.recorder.by_partition]
     assert [len(kept) for kept in sizes] == [10, 10, 10]
     assert len(told.recorder._timeline.clients) == 10
-    assert told.recorder.moved.got_samples == 50
+    assert told.recorder.moved["got_samples"] == 50
 
 
 @pytest.mark.parametrize("by_s", [86_400, -86_400])
@@ -241,10 +240,10 @@ def test_times_are_by_the_clock_that_people_have_now(told: Told, by_s: int) -> N
 
 
 def test_the_timeline_has_the_last_ones(told: Told) -> None:
-    for number in range(timeline_module.KEPT + 5):
+    for number in range(history_module.KEPT + 5):
         told.call(c.SetVersion(partition="p", version=number), c.Done(), took=0.001)
     spans = told.spans()
-    assert len(spans) == timeline_module.KEPT
+    assert len(spans) == history_module.KEPT
     assert spans[0][:2] == ("version", "version 5")
 
 
@@ -294,14 +293,17 @@ def test_old_seconds_go(monkeypatch: pytest.MonkeyPatch) -> None:
     report = flow.report(10.0 + 3 * KEPT_S)
     assert report.puts == [1] * KEPT_S
     assert report.live_bytes == [32] * KEPT_S
-    assert flow_module.KEPT_S == 900
+    assert history_module.KEPT_S == 900
 
 
 @pytest.mark.parametrize(("took", "bucket"), [(0.0, 0), (0.0001, 0), (0.00011, 1), (60.0, 15), (61.0, 16)])
 def test_a_bucket_has_what_is_not_above_its_end(took: float, bucket: int) -> None:
-    histogram = Histogram()
-    histogram.add(took)
-    assert histogram.buckets.index(1) == bucket
-    cumulated = dict(histogram.cumulated())
-    assert cumulated["+Inf"] == 1
-    assert [cumulated[str(bound)] for bound in BOUNDS_S] == [float(took <= bound) for bound in BOUNDS_S]
+    op = Op()
+    op.add(took)
+    assert op.buckets.index(1) == bucket
+    sheet = Sheet(SERVICE)
+    sheet.set_ops("calls_total", "call_seconds", {"claim": op})
+    (family,) = [family for family in sheet.families() if family.name == "tq_call_seconds"]
+    found = {s.labels["le"]: s.value for s in family.samples if "le" in s.labels}
+    assert found == {**{str(bound): float(took <= bound) for bound in BOUNDS_S}, "+Inf": 1.0}
+    assert [sample.value for sample in family.samples if "le" not in sample.labels] == [1.0, took]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dataplane.core.metrics.catalog import CATALOGUE
+from dataplane.core.metrics import CATALOGUE
 from tests.documents import ROOT
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from dataplane.controller.metrics.recorder import MovedTotals, Recorder
-from dataplane.core.metrics.catalog import JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Sheet
+from dataplane.controller.durable_ledger import DurableLedger
+from dataplane.controller.metrics.recorder import MOVED, Moved, Recorder
+from dataplane.core.metrics import JOURNAL, PARTITIONS, SERVICE, TASKS, UNITS, Op, Sheet
 from dataplane.ledger import commands as c
 
 PARTITIONS_SHOWN = 200
@@ -20,26 +21,16 @@ TASKS_SHOWN = 32
 STATES = ("live", "silent", "ending")  # of a session
 
 
-class AskLedger(Protocol):
-    """Executes a command on the ledger."""
-
-    def __call__(self, command: c.Command) -> c.Result: ...
-
-
-class JournalFacts(Protocol):
-    """Properties of a journal that are exported as metrics."""
-
-    @property
-    def lag(self) -> int: ...
-    @property
-    def journal_bytes(self) -> int: ...
-
-
 class ServiceMetrics(Collector):
     """Queries the ledger with `ask` on every scrape. Drops the counters of partitions that no longer exist. journal:
     None for a ledger in memory."""
 
-    def __init__(self, ask: AskLedger, recorder: Recorder, journal: JournalFacts | None = None) -> None:
+    def __init__(
+        self,
+        ask: Callable[[c.Command], c.Result],
+        recorder: Recorder,
+        journal: DurableLedger | None = None,
+    ) -> None:
         self._ask = ask
         self._recorder = recorder
         self._journal = journal
@@ -83,11 +74,9 @@ class ServiceMetrics(Collector):
         """Set the metrics that count since the start: busy time, moved samples and bytes, calls."""
         sheet.set("ledger_busy_seconds_total", self._recorder.busy_s)
         _set_moved(sheet, prefix="", moved=self._recorder.moved)
-        for kind, op in list(self._recorder.ops.items()):  # a copy, because another thread may add kinds
-            name = kind.operation()
-            for outcome, count in op.outcomes().items():
-                sheet.set("calls_total", count, name, outcome)
-            sheet.histogram("call_seconds", op.took, name)
+        kinds = dict(self._recorder.ops)  # a copy, because another thread may add kinds
+        ops = {kind.operation(): op for kind, op in kinds.items()}
+        sheet.set_ops("calls_total", "call_seconds", ops)
 
     def _set_partition(self, sheet: Sheet, part: c.PartitionStats, longest_waits: dict[tuple[str, str], float]) -> None:
         """Set the metrics of one partition and its tasks. longest_waits: see `_longest_waits`."""
@@ -112,7 +101,7 @@ class ServiceMetrics(Collector):
         }
         for metric, value in values.items():
             sheet.set(f"partition_{metric}", value, name)
-        _set_moved(sheet, "partition_", self._recorder.by_partition.get(name) or MovedTotals(), name)
+        _set_moved(sheet, "partition_", self._recorder.by_partition.get(name, Counter()), name)
         for task in part.tasks[:TASKS_SHOWN]:
             self._set_task(sheet, name, task, longest_waits)
 
@@ -121,7 +110,7 @@ class ServiceMetrics(Collector):
     ) -> None:
         """Set the metrics of one task. longest_waits: see `_longest_waits`."""
         key = partition, task.task
-        waited = self._recorder.by_task.get(key)
+        waited = self._recorder.by_task.get(key) or Op()
         values = {
             "ready_samples": task.ready,
             "leased_samples": task.leased,
@@ -130,8 +119,8 @@ class ServiceMetrics(Collector):
             "waiting_claims": task.waiting,
             "oldest_wait_seconds": longest_waits.get(key, 0.0),
             "staleness_versions": task.lag,
-            "claims_total": 0 if waited is None else waited.count,
-            "claim_wait_seconds_total": 0.0 if waited is None else waited.sum_s,
+            "claims_total": waited.outcomes["ok"],
+            "claim_wait_seconds_total": waited.sum_s,
         }
         for metric, value in values.items():
             sheet.set(f"task_{metric}", value, *key)
@@ -164,9 +153,9 @@ def _set_unit(sheet: Sheet, unit: c.UnitStats) -> None:
         sheet.set(f"unit_{metric}", value, str(unit.unit), unit.name)
 
 
-def _set_moved(sheet: Sheet, prefix: str, moved: MovedTotals, *labels: str) -> None:
-    for name in MovedTotals.__slots__:
-        sheet.set(f"{prefix}{name}_total", getattr(moved, name), *labels)
+def _set_moved(sheet: Sheet, prefix: str, moved: Moved, *labels: str) -> None:
+    for name in MOVED:
+        sheet.set(f"{prefix}{name}_total", moved[name], *labels)
 
 
 def _longest_waits(waits: c.WaitList) -> dict[tuple[str, str], float]:

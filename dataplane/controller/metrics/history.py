@@ -1,12 +1,20 @@
-"""Throughput of the service per second."""
+"""What the dashboard's charts show: throughput per second, and the last operations on samples. The
+recorder adds to both."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-KEPT_S = 900  # a quarter of an hour
+from dataplane.core.bounded import Bounded
+
+KEPT_S = 900  # of the throughput: a quarter of an hour
+KEPT = 2_000  # spans of the timeline
+OPEN = 4_096
+"""Maximum number of entries in each bounded mapping (operations in progress, client names)."""
+SHOWN_FIELDS = 6  # names in a span; of further ones only the number is shown
 
 
 class FlowReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,3 +83,67 @@ class Throughput:
             clears=[second.clears for second in row],
             live_bytes=[second.live_bytes for second in row],
         )
+
+
+class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One operation. `what` is put, claim, get, clear or version. `name` is the task of a claim, the
+    version, or the fields. `start` and `end` are Unix times."""
+
+    client: str
+    session: int
+    what: str
+    partition: str
+    name: str
+    samples: int
+    bytes: int
+    start: float
+    end: float
+
+
+class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The spans, ordered by end time, oldest first."""
+
+    spans: list[TimelineSpan]
+
+
+Done = tuple[int, str, str, Sequence[str], int, int, float, float]
+"""Session, what, partition, task or fields, samples, bytes, start, end."""
+
+
+class Timeline:
+    """The last `KEPT` spans. Only one thread may write. A report joins the names."""
+
+    def __init__(self) -> None:
+        self._done: deque[Done] = deque(maxlen=KEPT)
+        self.clients: Bounded[int, str] = Bounded(OPEN)  # names, by session
+        self.add: Callable[[Done], None] = self._done.append
+
+    def opened(self, session: int, name: str) -> None:
+        """Record the client name of a session."""
+        self.clients.store(session, name)
+
+    def report(self, unix_s: float) -> TimelineReport:
+        """Report all spans. unix_s: offset from the clock of the spans to Unix time."""
+        return TimelineReport(
+            spans=[
+                TimelineSpan(
+                    client=self.clients.get(session, f"session {session}"),
+                    session=session,
+                    what=what,
+                    partition=partition,
+                    name=_join_names(names),
+                    samples=samples,
+                    bytes=nbytes,
+                    start=start + unix_s,
+                    end=end + unix_s,
+                )
+                # A copy, because another thread adds spans.
+                for session, what, partition, names, samples, nbytes, start, end in list(self._done)
+            ]
+        )
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN_FIELDS
+    shown = ", ".join(names[:SHOWN_FIELDS])
+    return shown if more <= 0 else f"{shown} and {more} more"

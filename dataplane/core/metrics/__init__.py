@@ -1,1 +1,0 @@
-"""The catalogue of the service's metrics, and the counters and histograms that store them."""
