@@ -17,6 +17,7 @@ import zmq
 from dataplane.controller.requests import Facts, Key, Reply, key_of, rejection_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core.failpoints import hit
+from dataplane.core.limited_log import LimitedLog
 from dataplane.core.zmq_io import Waker, poll_ms
 from dataplane.errors import (
     CallTimeoutError,
@@ -38,8 +39,6 @@ TOGETHER = 64
 _FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_added"}
 INSPECT_S = 10.0
 """Timeout in seconds of `LedgerThread.inspect`."""
-COMPLAIN_S = 10.0
-"""Minimum interval in seconds between log lines about a journal that is not writable."""
 
 Orders = Callable[[c.Output], None]
 
@@ -110,7 +109,7 @@ class LedgerThread:
         self._clock = clock
         self._last_tick = -math.inf  # the time of the last tick, by the ledger's clock
         self._paused_s = 0.0  # by which the ledger's clock is behind `clock`
-        self._logged_at = -math.inf  # the last log line about an unwritable journal
+        self._unwritable = LimitedLog(log)  # of a journal that is not writable
         self._last_sweep = clock()  # the last time that abandoned requests were dropped
         self._inbox: deque[Callable[[], None]] = deque()  # jobs of other threads
         self._waker = Waker()
@@ -282,7 +281,8 @@ class LedgerThread:
         try:
             outputs = self._ledger.apply(item)
         except StateDirError as error:
-            self._log_unwritable(error)
+            line = f"{error}; requests are rejected until the journal is writable"
+            self._unwritable.write(logging.ERROR, line)
             answer = rejection_of(item, error)
             outputs = [] if answer is None else [answer]
         except Exception as error:
@@ -299,12 +299,6 @@ class LedgerThread:
         with self._zmq.replies_together():
             for output in outputs:
                 self._deliver(output)
-
-    def _log_unwritable(self, error: StateDirError) -> None:
-        """Log, at most every `COMPLAIN_S`, that requests are rejected because the journal is not writable."""
-        if self._clock() - self._logged_at >= COMPLAIN_S:
-            self._logged_at = self._clock()
-            log.error("%s; requests are rejected until the journal is writable", error)
 
     def _deliver(self, output: c.Output) -> None:
         """Deliver one output: to the log, to a storage unit, or to all callers of the request that it answers."""

@@ -24,7 +24,7 @@ from dataplane.controller.grpc_reflection import Reflection
 from dataplane.controller.grpc_standard import CONTROL, REFLECTIONS
 from dataplane.controller.requests import Facts, heartbeat_reply, message_of
 from dataplane.controller.tls_handshakes import Handshakes
-from dataplane.core.limited_log import Complaints, OneLine
+from dataplane.core.limited_log import LimitedLog, OneLine
 from dataplane.errors import (
     DataPlaneError,
     InternalError,
@@ -90,7 +90,7 @@ class GrpcServer:
         self._handshakes: Handshakes | None = None
         self._ready = threading.Event()  # the server exists, or its thread has failed
         self._end_unit_streams: Callable[[], None] = lambda: None  # set by `serve`
-        self._quiet = OneLine(Complaints())  # limits the log lines of the gRPC library
+        self._quiet = OneLine(LimitedLog(log))  # limits the log lines of the gRPC library
         logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
         self._thread.start()
@@ -418,9 +418,9 @@ def _reflection_handler(service: str) -> grpc.GenericRpcHandler:
 
 
 @functools.cache
-def _failure_log(request: str) -> Complaints:
-    """Return the log limiter for failures of calls with this request type, shared by the process."""
-    return Complaints()
+def _failure_log(request: str) -> LimitedLog:
+    """Return the log for failures of calls with this request type, shared by the process."""
+    return LimitedLog(log)
 
 
 async def _abort_with(context: Context, request_type: type[Message], error: Exception) -> None:
@@ -431,10 +431,9 @@ async def _abort_with(context: Context, request_type: type[Message], error: Exce
     if isinstance(error, DecodeError):
         error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
     if not isinstance(error, DataPlaneError):
-        line = _failure_log(request_type.DESCRIPTOR.name).take(f"Failed on a {request_type.DESCRIPTOR.name}")
-        if line is not None:
-            log.error("%s", line, exc_info=error)
-        error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")
+        name = request_type.DESCRIPTOR.name
+        _failure_log(name).write(logging.ERROR, f"Failed on a {name}", error)
+        error = InternalError(what=f"{name}: {error!r}")
     await abort(context, error)
 
 

@@ -14,7 +14,7 @@ import zmq
 
 from dataplane.controller.requests import Facts, Reply, heartbeat_reply, message_of, parse
 from dataplane.core.addresses import resolve_host
-from dataplane.core.limited_log import Complaints
+from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import cannot_listen
 from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, receive_event, send
 from dataplane.errors import DataPlaneError, InternalError
@@ -60,7 +60,8 @@ class ZmqServer:
 
     def __init__(self, host: str, port: int, ticket: Ticket | None = None, keys: ServerKeys | None = None) -> None:
         self._facts: Facts | None = None
-        self._refusals, self._failures = Complaints(), Complaints()  # limit the log lines
+        self._refusals = LimitedLog(log)
+        self._failures = LimitedLog(log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
@@ -194,15 +195,13 @@ class ZmqServer:
             self._log_rejection(caller, error)
             self._send(caller, zmq_frames.refusal(number=0, error=error))
         except Exception as error:
-            line = self._failures.take("Failed on a request")
-            if line is not None:
-                log.exception("%s", line)
+            self._failures.write(logging.ERROR, "Failed on a request", error)
             self._send(caller, zmq_frames.refusal(number=0, error=InternalError(what=repr(error))))
 
     def _log_rejection(self, caller: bytes, error: DataPlaneError) -> None:
         """Log a rejected request, unless too many were logged recently."""
         why = zmq_frames.TLS if zmq_frames.is_tls(caller) else str(error)
-        self._refusals.warn(log, f"Rejected a request: {why}")
+        self._refusals.write(logging.WARNING, f"Rejected a request: {why}")
 
     def _handle_heartbeat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
         """Pass a heartbeat to the handler and reply to it. This connection now represents the session's client."""

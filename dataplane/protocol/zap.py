@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import math
 import os
 import socket as sockets
 import threading
@@ -24,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from dataplane.core.ports import bound_to, copied, place_of
+from dataplane.core.limited_log import LimitedLog
 from dataplane.core.zmq_io import readable, receive_event
 from dataplane.errors import TlsError
 from dataplane.protocol.fd_limits import share
@@ -38,8 +38,6 @@ HANDSHAKE_MS = 10_000
 EVENTS_PER_TURN = 256
 HELD_BYTES = 1 << 30
 """Maximum memory that ZMQ may hold for connections in the handshake of one port: a frame of each."""
-COMPLAIN_S = 10.0
-"""Minimum interval between log lines about rejected peers; any peer could otherwise fill a disk with them."""
 
 TAKEN = b"200"
 REFUSED = b"400"
@@ -54,7 +52,7 @@ class Admission:
     without the secret; must not block. Call `close` before the context is terminated.
 
     `_ticket`: the ticket that peers must present; None: reject every peer. `_curve_key`: with CURVE, the public key of
-    a client with this ticket. `_guard`: held to count and log rejected peers.
+    a client with this ticket.
     """
 
     def __init__(
@@ -70,9 +68,7 @@ class Admission:
         self._keys = keys
         self._ticket: Ticket | None = None
         self._curve_key = b""
-        self._refused = 0  # peers
-        self._complained = -math.inf  # when a rejected peer was logged last
-        self._guard = threading.Lock()
+        self._rejected = LimitedLog(log)
         self._socket: zmq.Socket[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="tq-zap", daemon=True)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once the thread must end; -1: closed
@@ -101,13 +97,8 @@ class Admission:
         self._ticket = ticket
 
     def complain(self, peer: str, why: str) -> None:
-        """Log a rejected peer, at most once in `COMPLAIN_S`. Callable from any thread."""
-        with self._guard:
-            self._refused += 1
-            if time.monotonic() - self._complained < COMPLAIN_S:
-                return
-            self._complained = time.monotonic()
-        log.warning("%s rejected %s: %s (%d peers rejected so far)", self._name, peer, why, self._refused)
+        """Log a rejected peer. Callable from any thread."""
+        self._rejected.write(logging.WARNING, f"{self._name} rejected {peer}: {why}")
 
     def close(self) -> None:
         """Stop the thread and close the handler's socket. Idempotent."""

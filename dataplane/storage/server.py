@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError
 
 from dataplane.core.failpoints import hit
 from dataplane.core.inner_slice import InnerSlice
-from dataplane.core.limited_log import Complaints
 from dataplane.core.ports import listens_at, listens_no_more_at
 from dataplane.core.row_copy import gather
 from dataplane.core.types import MAX_DIMENSIONS, PROTOCOL_VERSION
+from dataplane.core.limited_log import LimitedLog
 from dataplane.errors import (
     ArenaSpaceError,
     AuthenticationError,
@@ -119,7 +119,7 @@ class BulkServer:
         self._advertise_host = advertise_host
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._counts = counts or BulkMetrics()
-        self._malformed = Complaints()  # limits the log lines about malformed messages
+        self._malformed = LimitedLog(log)  # of malformed messages
         self._unit = 0  # see `unit`
         self._admission: Admission | None = None  # None: peers present no ticket
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
@@ -346,7 +346,8 @@ class BulkServer:
             if len(header) <= MAX_HEADER_BYTES:
                 return pb.BulkRequest.FromString(header)
         what = f"Storage unit {self._unit}: dropped a message that is not a valid BulkRequest"
-        self._malformed.warn(log, f"{what}: {TLS if is_tls(peer) else beginning(header)}")
+        found = TLS if is_tls(peer) else beginning(header)
+        self._malformed.write(logging.WARNING, f"{what}: {found}")
         return None
 
     def _execute_and_reply(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:

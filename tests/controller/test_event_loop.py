@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane.controller import event_loop as shell_module
 from dataplane.controller.event_loop import LedgerThread
 from dataplane.controller.requests import Facts, Reply
 from dataplane.controller.zmq_server import ZmqServer
+from dataplane.core import limited_log
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
@@ -196,7 +196,7 @@ def ledger_orders(ledger: ScriptedLedger, shell: LedgerThread, order: c.Output) 
 def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shell_module, "COMPLAIN_S", 600.0)
+    monkeypatch.setattr(limited_log, "EVERY_S", 600.0)
 
     def full(item: c.Call) -> c.Result:
         if item.number < 3:

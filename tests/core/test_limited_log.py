@@ -6,30 +6,30 @@ import logging
 
 import pytest
 
-from dataplane.core.limited_log import Complaints, OneLine
+from dataplane.core.limited_log import LimitedLog, OneLine
 
 
 def test_one_line_is_let_through_and_the_next_says_how_many_were_not() -> None:
     now = [0.0]
-    complaints = Complaints(10.0, lambda: now[0])
-    assert complaints.take("refused:\n  a thing") == "refused: a thing"
-    assert [complaints.take("again") for _ in range(3)] == [None] * 3
+    lines = LimitedLog(logging.getLogger("a server"), lambda: now[0])
+    assert lines.take("refused:\n  a thing") == "refused: a thing"
+    assert [lines.take("again") for _ in range(3)] == [None] * 3
     now[0] = 10.0
-    assert complaints.take("once more") == "once more (earlier requests of this kind not logged: 3)"
+    assert lines.take("once more") == "once more (earlier lines of this kind not logged: 3)"
     now[0] = 20.0
-    assert complaints.take("last") == "last"
+    assert lines.take("last") == "last"
 
 
 def test_a_warning_is_logged_unless_it_is_suppressed(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints(10.0, lambda: 0.0)
+    lines = LimitedLog(logging.getLogger("a server"), lambda: 0.0)
     for _ in range(3):
-        complaints.warn(logging.getLogger("a server"), "refused: 100 %s")
+        lines.write(logging.WARNING, "refused: 100 %s")
     assert caplog.messages == ["refused: 100 %s"]
 
 
 def test_a_traceback_of_a_library_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
     library = logging.getLogger("a library")
-    quiet = OneLine(Complaints())
+    quiet = OneLine(LimitedLog(library))
     library.addFilter(quiet)
     for _ in range(3):
         try:
