@@ -18,6 +18,7 @@ from typing import TypeVar
 from dataplane.client.preallocated import PreallocatedBuffer
 from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
+from dataplane.core.bounded import Bounded
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.durations import as_timeout
 from dataplane.core.types import FieldSpec
@@ -129,9 +130,8 @@ class Warned:
     is used as an ordered set of (operation, partition, field name), the least recently passed first."""
 
     def __init__(self, most: int = WARNED) -> None:
-        self._most = most
         self._lock = threading.Lock()
-        self._names: collections.OrderedDict[tuple[str, str, str], None] = collections.OrderedDict()
+        self._names: Bounded[tuple[str, str, str], None] = Bounded(most)
 
     def filter_new(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
         """Return the names that were not passed before with the same `what` and `partition`, and remember them. what:
@@ -142,10 +142,7 @@ class Warned:
                 key = what, partition, name
                 if key not in self._names:
                     new.append(name)
-                self._names[key] = None
-                self._names.move_to_end(key)
-            while len(self._names) > self._most:
-                self._names.popitem(last=False)
+                self._names.store(key, None)
         return new
 
 
@@ -158,9 +155,8 @@ class Schemas:
     partitions that others clear; their entries are evicted as new ones are added. Thread-safe."""
 
     def __init__(self, most: int = SCHEMAS) -> None:
-        self._most = most
         self._lock = threading.Lock()
-        self._known: collections.OrderedDict[str, Schema] = collections.OrderedDict()
+        self._known: Bounded[str, Schema] = Bounded(most)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -168,18 +164,15 @@ class Schemas:
     def get(self, partition: str) -> Schema | None:
         """Return the cached schema of the partition; None if there is none."""
         with self._lock:
-            known = self._known.get(partition)
+            known = self._known.pop(partition, None)
             if known is not None:
-                self._known.move_to_end(partition)
+                self._known[partition] = known  # the latest one now
             return known
 
     def remember(self, partition: str, fields: Schema) -> None:
-        """Cache the schema of the partition, and evict the least recently used one if there are too many."""
+        """Cache the schema of the partition."""
         with self._lock:
-            self._known[partition] = fields
-            self._known.move_to_end(partition)
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
+            self._known.store(partition, fields)
 
     def forget(self, partition: str) -> None:
         with self._lock:

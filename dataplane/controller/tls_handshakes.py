@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 
+from dataplane.core.bounded import Bounded
+
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,7 +39,7 @@ class Handshakes(grpc.aio.ServerInterceptor):
         self._began_before = 0
         self._calling = 0
         self._reported = 0
-        self._peers: dict[str, None] = {}
+        self._peers: Bounded[str, None] = Bounded(PEERS)
         self._reporting = False
 
     def began(self) -> None:
@@ -95,8 +97,4 @@ class Handshakes(grpc.aio.ServerInterceptor):
         peer = context.peer()
         if peer not in self._peers:
             self._calling += 1
-        # The peer moves to the end of the dict; the first one is the one whose last call is the oldest.
-        self._peers.pop(peer, None)
-        self._peers[peer] = None
-        if len(self._peers) > PEERS:
-            del self._peers[next(iter(self._peers))]
+        self._peers.store(peer, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from dataplane.core.bounded import Bounded
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.storage.transport.mooncake.slots import Slots
 
@@ -22,9 +23,9 @@ class Contacts:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        # All three by the address of the peer's engine. Peers that were never tried have no entry.
-        self._reached: dict[str, bool] = {}  # whether the last trial or transfer reached the peer
-        self._retry_at: dict[str, float] = {}  # when an unreachable peer may be tried again
+        # Both by the address of the peer's engine. Peers that were never tried have no entry.
+        # When an unreachable peer may be tried again; None if the last contact reached it.
+        self._retry_at: Bounded[str, float | None] = Bounded(KEPT)
         self._trials: dict[str, threading.Thread] = {}  # those that run
         self._lock = threading.Lock()
         self._closed = False
@@ -34,11 +35,12 @@ class Contacts:
         or if it failed `RETRY_S` ago or earlier."""
         peer = source.engine
         with self._lock:
-            if self._reached.get(peer):
+            retry_at = self._retry_at.get(peer, 0.0)
+            if retry_at is None:
                 return True
             if peer in self._trials or self._closed or len(self._trials) >= TRIALS:  # no trial can start now
                 return False
-            if time.monotonic() < self._retry_at.get(peer, 0.0):  # it was unreachable a short time ago
+            if time.monotonic() < retry_at:  # it was unreachable a short time ago
                 return False
             # No daemon: a daemon thread that returns from the library during interpreter exit would crash the process.
             thread = threading.Thread(target=self._run_trial, args=(source,), name="tq-engine-trial")
@@ -61,13 +63,9 @@ class Contacts:
         self._record_result(peer, reached=False)
 
     def _record_result(self, peer: str, reached: bool) -> None:
-        """Record whether the peer is reachable, and drop the oldest record if there are more than `KEPT`."""
+        """Record whether the peer is reachable."""
         with self._lock:
-            self._reached[peer] = reached
-            self._retry_at[peer] = time.monotonic() + RETRY_S
-            if len(self._reached) > KEPT:
-                forgotten = next(iter(self._reached))
-                del self._reached[forgotten], self._retry_at[forgotten]
+            self._retry_at.store(peer, None if reached else time.monotonic() + RETRY_S)
 
     def wait(self, timeout_s: float) -> None:
         """Block until the running trials have ended, for at most `timeout_s`."""
