@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from dataplane.core.bounded import Bounded
 from workers import errors
 from workers.directory.address import SEPARATOR, WorkerAddress
 from workers.directory.wire import (
@@ -70,7 +70,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._live: dict[Key, _Record] = {}
-        self._ended: OrderedDict[Key, DirectoryEntry] = OrderedDict()
+        self._ended: Bounded[Key, DirectoryEntry] = Bounded(MAX_ENDED)
         self._waiting: dict[Key, list[_Waiter]] = {}
         self._incarnation = 0
 
@@ -209,7 +209,7 @@ class Registry:
             del self._live[key]
             # Lookups of a lost entry with `returns` wait for its successor, so it must not count as ended.
             if not (member.returns and state is EntryState.LOST):
-                self._record_end(key, ended)
+                self._ended.store(key, ended)  # so that lookups of it fail at once
             effects += [(watcher, Gone(ended)) for watcher in sorted(member.watchers)]
         if record.entry.kind is Kind.GROUP:
             for key in [key for key in self._waiting if _is_worker_of(key, record.entry.name)]:
@@ -222,13 +222,6 @@ class Registry:
         if record.entry.kind is Kind.GROUP:
             yield from (member for key, member in self._live.items() if _is_worker_of(key, record.entry.name))
         yield record
-
-    def _record_end(self, key: Key, ended: DirectoryEntry) -> None:
-        """Keep an ended entry, so that lookups of it fail at once. Delete the oldest ones beyond `MAX_ENDED`."""
-        self._ended[key] = ended
-        self._ended.move_to_end(key)
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
 
 
 def _group_name(key: Key) -> str:

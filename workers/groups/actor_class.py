@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import ray
 from ray.actor import ActorClass
 
+from dataplane.core.bounded import Bounded
 from dataplane.core.devices import VISIBLE_DEVICES
 from workers.groups.remote_errors import METHODS, methods_of, portable
 
@@ -150,15 +150,13 @@ class CallDurations:
     """Durations of calls by Ray task id. The oldest are dropped beyond `DURATIONS_KEPT`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._durations: OrderedDict[str, Durations] = OrderedDict()
+        self._durations: Bounded[str, Durations] = Bounded(DURATIONS_KEPT)
         self._guard = threading.Lock()
 
     def keep(self, task: str, durations: Durations) -> None:
-        """Store the durations of a call. Drop the oldest if there are too many."""
+        """Store the durations of a call."""
         with self._guard:
-            self._durations[task] = durations
-            while len(self._durations) > DURATIONS_KEPT:
-                self._durations.popitem(last=False)
+            self._durations.store(task, durations)
 
     def take(self, task: str) -> Durations:
         """Remove and return the durations of a call; empty if there are none."""

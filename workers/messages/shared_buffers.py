@@ -9,11 +9,11 @@ import os
 import resource
 import threading
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
+from dataplane.core.bounded import Bounded
 from workers.messages.wire import Slab
 from workers.transport.pickling import Bytes
 
@@ -175,7 +175,7 @@ class Mappings:
     def __init__(self, host: str, *, held_limit: int = MAX_MAPPINGS) -> None:
         self._host = host
         self._held_limit = held_limit
-        self._mapped: OrderedDict[int, Bytes] = OrderedDict()
+        self._mapped: Bounded[int, Bytes] = Bounded(MAX_IDLE_MAPPINGS)
         self._held: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def open(self, slab: Slab) -> Bytes | None:
@@ -186,12 +186,8 @@ class Mappings:
         memory = self._mapped.get(slab.inode)
         if memory is None:
             memory = self._map_slab(slab)
-            if memory is None:
-                return None
-            self._mapped[slab.inode] = memory
-            if len(self._mapped) > MAX_IDLE_MAPPINGS:
-                self._mapped.popitem(last=False)
-        self._mapped.move_to_end(slab.inode)
+        if memory is not None:
+            self._mapped.store(slab.inode, memory)
         return memory
 
     def close(self) -> None:
