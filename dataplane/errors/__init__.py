@@ -54,38 +54,15 @@ error between processes without pickle. Errors can be pickled too, because Ray t
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dataplane.errors.base import SHOWN as SHOWN
-from dataplane.errors.base import DataPlaneError as DataPlaneError
-from dataplane.errors.base import first_few as first_few
-from dataplane.errors.base import rebuild
-from dataplane.errors.missing import FieldNotFoundError as FieldNotFoundError
-from dataplane.errors.missing import FieldNotProducedError as FieldNotProducedError
-from dataplane.errors.missing import NotFoundError as NotFoundError
-from dataplane.errors.missing import PartitionNotFoundError as PartitionNotFoundError
-from dataplane.errors.missing import SampleNotFoundError as SampleNotFoundError
-from dataplane.errors.missing import StaleSampleError as StaleSampleError
-from dataplane.errors.missing import TaskNotFoundError as TaskNotFoundError
-from dataplane.errors.service import AuthenticationError as AuthenticationError
-from dataplane.errors.service import CallCancelledError as CallCancelledError
-from dataplane.errors.service import ProtocolVersionError as ProtocolVersionError
-from dataplane.errors.service import ServiceError as ServiceError
-from dataplane.errors.service import ServiceRestartedError as ServiceRestartedError
-from dataplane.errors.service import ServiceUnavailableError as ServiceUnavailableError
-from dataplane.errors.service import SessionExpiredError as SessionExpiredError
-from dataplane.errors.service import SessionInterruptedError as SessionInterruptedError
-from dataplane.errors.service import StorageUnitError as StorageUnitError
-from dataplane.errors.service import TlsError as TlsError
-from dataplane.errors.storage import ArenaSpaceError as ArenaSpaceError
-from dataplane.errors.storage import CheckpointWriteError as CheckpointWriteError
-from dataplane.errors.storage import ChecksumError as ChecksumError
-from dataplane.errors.storage import DrainError as DrainError
-from dataplane.errors.storage import StateDirError as StateDirError
+from dataplane.errors.base import *
+from dataplane.errors.base import SHOWN, DataPlaneError, first_few, named, rebuild
+from dataplane.errors.service import *
+from dataplane.errors.service import InternalError
 
 # --- rejected requests: the caller's mistake ------------------------------------------------------------------
 
@@ -102,13 +79,11 @@ class SampleExistsError(BadRequestError):
     grpc_status = "ALREADY_EXISTS"
 
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
-        count = len(samples) if total is None else total
         super().__init__(
-            f"sample {first_few(samples, count)} already exists in partition {partition!r}; "
+            f"sample {first_few(samples, total)} already exists in partition {partition!r}; "
             "mode='create' only creates new samples (use mode='upsert', or clear the samples first)",
             partition=partition,
-            samples=list(samples)[:SHOWN],
-            total=count,
+            **named(samples, total),
         )
 
 
@@ -180,15 +155,13 @@ class RowsChangedError(BadRequestError):
     grpc_status = "ABORTED"
 
     def __init__(self, *, partition: str, field: str, samples: Sequence[str], total: int | None = None) -> None:
-        count = len(samples) if total is None else total
         super().__init__(
-            f"field {field!r} of sample {first_few(samples, count)} (partition {partition!r}) was written by another "
+            f"field {field!r} of sample {first_few(samples, total)} (partition {partition!r}) was written by another "
             "client during the append; nothing was appended. Repeat the append, and let only one client at a time "
             "write to a sample.",
             partition=partition,
             field=field,
-            samples=list(samples)[:SHOWN],
-            total=count,
+            **named(samples, total),
         )
 
 
@@ -201,9 +174,8 @@ class ShareConflictError(BadRequestError):
     def __init__(
         self, *, partition: str, task: str, step: int, rank: int, samples: Sequence[str], total: int | None = None
     ) -> None:
-        count = len(samples) if total is None else total
         super().__init__(
-            f"sample {first_few(samples, count)} of rank {rank}'s share of step {step} of task {task!r} (partition "
+            f"sample {first_few(samples, total)} of rank {rank}'s share of step {step} of task {task!r} (partition "
             f"{partition!r}) is no longer reserved for this rank, and another claim holds it now: the share was not "
             "claimed in time, its lease ended, or its claim was given back. Continue with the next step; to avoid "
             "this, claim the share earlier, or use a longer lease_s.",
@@ -211,8 +183,7 @@ class ShareConflictError(BadRequestError):
             task=task,
             step=step,
             rank=rank,
-            samples=list(samples)[:SHOWN],
-            total=count,
+            **named(samples, total),
         )
 
 
@@ -222,13 +193,11 @@ class PartitionSealedError(BadRequestError):
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
-        count = len(samples) if total is None else total
         super().__init__(
-            f"partition {partition!r} is sealed and accepts no new samples: {first_few(samples, count)}. "
+            f"partition {partition!r} is sealed and accepts no new samples: {first_few(samples, total)}. "
             "Register the partition again to lift the seal.",
             partition=partition,
-            samples=list(samples)[:SHOWN],
-            total=count,
+            **named(samples, total),
         )
 
 
@@ -430,37 +399,6 @@ class CallTimeoutError(WaitTimeoutError):
             waited_s=waited_s,
             peer=peer,
             hint=hint,
-        )
-
-
-# --- the service and its ports --------------------------------------------------------------------------------
-
-
-class PortTakenError(DataPlaneError, OSError):
-    """The port of `address` is in use. `holder`: the process that listens there or has another socket on the port; ""
-    if unknown. `hint` replaces the usual remedy."""
-
-    grpc_status = "FAILED_PRECONDITION"
-
-    def __init__(self, *, address: str, holder: str = "", hint: str = "") -> None:
-        by = f" by {holder}" if holder else ""
-        remedy = hint or "Stop the process that uses it, or choose another port."
-        super().__init__(
-            f"cannot listen on {address}: the port is in use{by}. {remedy}", address=address, holder=holder, hint=hint
-        )
-        self.errno = errno.EADDRINUSE
-
-
-class InternalError(DataPlaneError, RuntimeError):
-    """A defect of this package. `what` describes it."""
-
-    grpc_status = "INTERNAL"
-
-    def __init__(self, *, what: str) -> None:
-        super().__init__(
-            f"internal error: {what}. This is a defect; please report it with the logs of this process and the "
-            "service.",
-            what=what,
         )
 
 

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dataplane.errors import ERROR_TYPES, DataPlaneError, InternalError
-from dataplane.errors.base import rebuild
+from dataplane.errors import ERROR_TYPES, DataPlaneError, InternalError, rebuild
 from workers import errors
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
