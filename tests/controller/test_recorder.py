@@ -17,7 +17,12 @@ from dataplane.controller.metrics.history import KEPT_S, Throughput, Timeline
 from dataplane.controller.metrics.recorder import Recorder
 from dataplane.core.metrics import BOUNDS_S, SERVICE, Op, Sheet
 from dataplane.core.types import PROTOCOL_VERSION, FieldKind, FieldSpec
-from dataplane.errors import ClaimTimeoutError, DataPlaneError, SampleNotFoundError
+from dataplane.errors import (
+    ClaimTimeoutError,
+    DataPlaneError,
+    InvalidRequestError,
+    SampleNotFoundError,
+)
 from dataplane.ledger import commands as c
 
 INT64 = FieldSpec(kind=FieldKind.JAGGED, dtype="int64", inner=())
@@ -117,6 +122,15 @@ def test_a_call_that_failed_moved_nothing(told: Told) -> None:
     assert told.recorder.ops[c.Locate].outcomes == {"ok": 0, "SampleNotFoundError": 1}
     assert told.recorder.moved["got_samples"] == 0
     assert told.recorder.by_partition == {}
+
+
+def test_a_session_that_is_refused_is_counted_by_its_error(told: Told) -> None:
+    opened = c.OpenSession(nonce="n", host="h", name="x", protocol_version=PROTOCOL_VERSION)
+    error = InvalidRequestError("no")
+    told.recorder.answered(opened, c.Opened(nonce="n", error=error), told.now)
+    told.recorder.count()
+    assert told.recorder.ops[c.OpenSession].outcomes == {"ok": 0, "InvalidRequestError": 1}
+    assert told.recorder._timeline.clients == {}
 
 
 def test_waiting_is_summed_for_each_task(told: Told) -> None:
