@@ -15,8 +15,8 @@ from dataplane.config import DataPlaneConfig
 from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.event_loop import LedgerLike, LedgerThread
 from dataplane.controller.metrics.collector import ServiceMetrics
-from dataplane.controller.metrics.recorder import Recorder
 from dataplane.controller.metrics.history import FlowReport, TimelineReport
+from dataplane.controller.metrics.recorder import Recorder
 from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.protocol.http import (

@@ -22,8 +22,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from dataplane.core.ports import bound_to, copied, place_of
 from dataplane.core.limited_log import LimitedLog
+from dataplane.core.ports import bound_to, copied, place_of
 from dataplane.core.zmq_io import readable, receive_event
 from dataplane.errors import TlsError
 from dataplane.protocol.fd_limits import share

@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError
 
 from dataplane.core.failpoints import hit
 from dataplane.core.inner_slice import InnerSlice
+from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import listens_at, listens_no_more_at
 from dataplane.core.row_copy import gather
 from dataplane.core.types import MAX_DIMENSIONS, PROTOCOL_VERSION
-from dataplane.core.limited_log import LimitedLog
 from dataplane.errors import (
     ArenaSpaceError,
     AuthenticationError,
