@@ -17,7 +17,7 @@ from dataplane.storage.arena import Arena
 from dataplane.storage.server import ArenaAccess
 from dataplane.storage.transport import read_plans
 from dataplane.storage.transport.read_plans import inner_to_pb, plan_slices
-from tests.core.test_inner_slice import slices_of
+from tests.core.test_values import slices_of
 
 ARENA_BYTES = 4096
 
