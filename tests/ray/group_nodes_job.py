@@ -10,8 +10,8 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from tests.ray.actors import Talker
 from tests.ray.slow_start import allow_slow_starts
-from tests.ray.talkers import Talker
 from workers import Cluster
 
 SEEN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "CUDA_VISIBLE_DEVICES")

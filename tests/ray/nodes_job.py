@@ -19,8 +19,8 @@ from tests.ray.slow_start import allow_slow_starts
 from workers import RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, ResourcesNotReadyError, launch_service
 from workers.groups.virtual_cluster import node_of_bundle
 
-STARTER = RayWorkerBuilder("tests.ray.starters.Starter")
-TIED = RayWorkerBuilder("tests.ray.starters.Tied")
+STARTER = RayWorkerBuilder("tests.ray.actors.Starter")
+TIED = RayWorkerBuilder("tests.ray.actors.Tied")
 Places = list[tuple[int, int, int]]
 """(number of the Ray node in order of the first rank there, NODE_RANK, LOCAL_RANK) of each worker."""
 

@@ -19,7 +19,7 @@ from tests.ray.standing import alive_actors, call_until_dead
 from workers import RayVirtualCluster, RayWorkerBuilder
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
-STARTERS = "tests.ray.starters"
+STARTERS = "tests.ray.actors"
 INITIALIZER = "IsolatedWorkerInitializer"
 
 
@@ -109,7 +109,7 @@ def test_a_class_that_cannot_be_imported(place: PlacementGroup) -> None:
     with pytest.raises(ValueError, match=r"^cannot import") as caught:
         builder(place, 0, 0)
     assert not isinstance(caught.value, RayTaskError)
-    assert caught.value.__notes__ == ["raised by worker of tests.ray.starters.Nobody being made"]
+    assert caught.value.__notes__ == ["raised by worker of tests.ray.actors.Nobody being made"]
     future, _ = builder.create_worker_async(place, 0, 0)
     with pytest.raises(ValueError, match="cannot import"):
         ray.get(future)

@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray import ObjectRefGenerator
 
-from tests.ray.member import TwoArguments
+from tests.ray.actors import TwoArguments
 from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
 from workers.transport import waiting
 
@@ -30,7 +30,7 @@ def group(ray_cluster: None) -> Iterator[RayWorkerGroup]:
         RayVirtualCluster([4], use_gpus=False) as cluster,
         RayWorkerGroup(
             cluster,
-            RayWorkerBuilder("tests.ray.member.Member"),
+            RayWorkerBuilder("tests.ray.actors.Member"),
             name_prefix="member",
             sharding_annotations=SHARDING,
         ) as made,

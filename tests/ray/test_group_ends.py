@@ -34,7 +34,7 @@ def cluster(ray_cluster: None) -> Iterator[RayVirtualCluster]:
 @pytest.fixture(scope="module")
 def tied(cluster: RayVirtualCluster) -> Iterator[RayWorkerGroup]:
     """Workers 0 and 1 are tied, 2 is alone."""
-    builder = RayWorkerBuilder("tests.ray.member.Member")
+    builder = RayWorkerBuilder("tests.ray.actors.Member")
     with RayWorkerGroup(cluster, builder, bundle_indices_list=[(0, [2, 0]), (0, [1])]) as made:
         yield made
 
@@ -56,7 +56,7 @@ def gates(tmp_path: Path) -> Path:
 def start(cluster: RayVirtualCluster, workers: int, left: Path, gates: Path) -> RayWorkerGroup:
     return RayWorkerGroup(
         cluster,
-        RayWorkerBuilder("tests.ray.member.Member"),
+        RayWorkerBuilder("tests.ray.actors.Member"),
         workers_per_node=workers,
         name_prefix="leaver",
         env_vars={"LEFT": str(left), "GATES": str(gates)},

@@ -464,7 +464,7 @@ def test_workers_share_the_drivers_settings(policy: TQPolicy, service: LaunchedS
 def test_a_policy_needs_named_axes(service: LaunchedService) -> None:
     with (
         RayVirtualCluster([1], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, RayWorkerBuilder("tests.ray.starters.Starter")) as group,
+        RayWorkerGroup(cluster, RayWorkerBuilder("tests.ray.actors.Starter")) as group,
         pytest.raises(ValueError, match="has no sharding_annotations"),
     ):
         TQPolicy(group, dp_cfg=service.config, cfg={})

@@ -18,15 +18,15 @@ import ray
 from ray.exceptions import RayActorError
 
 from tests import logs
+from tests.ray.actors import Refused, Starter
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
-from tests.ray.starters import Refused, Starter
 from tests.restarts import wait_until
 from workers import NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, WorkerStartError
 from workers.groups import started_group
 from workers.transport import waiting
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
-STARTERS = "tests.ray.starters"
+STARTERS = "tests.ray.actors"
 INITIALIZER = "IsolatedWorkerInitializer"
 
 
@@ -255,7 +255,7 @@ def test_an_exception_that_cannot_be_pickled_is_told_of(cluster: RayVirtualClust
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tests.ray.starters.Nobody", r"^cannot import 'tests.ray.starters.Nobody'"),
+        ("tests.ray.actors.Nobody", r"^cannot import 'tests.ray.actors.Nobody'"),
         ("Nobody", r"^'Nobody' is not a full class name"),
         (f"{STARTERS}.Misconfigured", r"Misconfigured.configure_worker returned \({}, {}\); it must return"),
     ],

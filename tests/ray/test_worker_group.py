@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ray.talkers import AsyncTalker, NeedsTwo, Talker
+from tests.ray.actors import AsyncTalker, NeedsTwo, Talker
 from workers import Cluster, NodePlacementStrategy, Worker, WorkerGroup
 from workers.errors import CallWaitTimeoutError, GroupEndedError, NoSuchRankError, WorkerExitError
 

@@ -11,8 +11,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from tests.ray.actors import Forgetful, NeedsTwo, Talker
 from tests.ray.standing import call_until_dead
-from tests.ray.talkers import Forgetful, NeedsTwo, Talker
 from tests.restarts import wait_until
 from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNotReadyError, WorkerGroup
 from workers.directory import Kind

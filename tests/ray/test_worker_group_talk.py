@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ray.talkers import Talker
+from tests.ray.actors import Talker
 from tests.restarts import wait_until
 from tests.workers.messages.messengers import until_it_fails
 from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
