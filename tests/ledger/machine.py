@@ -71,14 +71,12 @@ from dataplane.ledger.commands import (
     WhyBlocked,
 )
 from tests.ledger.budget_books import BudgetBooks, given_bytes
-from tests.ledger.claim_checks import LIMITS, Client
+from tests.ledger.checks import LIMITS, RESERVE, Client, ReservationChecks, Unit
 from tests.ledger.claim_model import Name
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.model import Model, merge_tags
 from tests.ledger.oracle import overlooked
-from tests.ledger.reservation_checks import ReservationChecks
 from tests.ledger.save_model import SaveBooks
-from tests.ledger.space_checks import RESERVE, Unit
 from tests.ledger.values import canonical
 
 HOSTS = ("host0", "host1")

@@ -17,7 +17,7 @@ from dataplane.ledger.commands import (
     SavedRows,
     Stage,
 )
-from tests.ledger.claim_checks import LIMITS
+from tests.ledger.checks import LIMITS
 from tests.ledger.claim_model import Faults, Held, Name, Partition, Sample
 from tests.ledger.model import Model, checksums_in
 

@@ -51,11 +51,9 @@ from dataplane.ledger.commands import (
 )
 from tests.ledger.budget_books import EVICTED
 from tests.ledger.claim_model import Name, Sample
-from tests.ledger.evictor import LedgerEvictor
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.machine import HOSTS
-from tests.ledger.mover import MOVED, LedgerMover
-from tests.ledger.saver import LedgerSaver
+from tests.ledger.machines import MOVED, LedgerEvictor, LedgerMover, LedgerSaver
 from tests.ledger.values import by_handles, by_ids, canonical, int64s
 from tests.ledger.writer import COLUMNS, SPECS, TASKS, LedgerWriter
 from tests.profiles import budget

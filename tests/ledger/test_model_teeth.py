@@ -10,8 +10,8 @@ import pytest
 from dataplane.ledger.commands import WhenFull
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.state import State
-from tests.ledger.evictor import LedgerEvictor
 from tests.ledger.machine import HOSTS
+from tests.ledger.machines import LedgerEvictor
 
 
 def nothing_is_kept_for_puts(patch: pytest.MonkeyPatch) -> None:

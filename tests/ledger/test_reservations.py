@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,9 +15,15 @@ from dataplane.errors import (
     PartitionDroppedError,
     PartitionNotFoundError,
     RequestTooLargeError,
+    SampleExistsError,
+    ServiceRestartedError,
+    StaleSchemaError,
+    StorageUnitError,
 )
+from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
-from tests.ledger.driver import MIB, Client, Driver
+from tests.ledger.driver import BYTES, MIB, Client, Driver, by_ids, commit_columns
+from tests.ledger.fingerprint import fingerprint
 
 KIB = 1024
 
@@ -309,10 +318,454 @@ def test_a_lost_unit_gets_nothing_new() -> None:
     assert where(client, client.allocate({"x": [64]}, unit_wish=2)) == [(0, 0, 1, 1)]
 
 
-def test_failing_to_place_takes_nothing() -> None:
-    _, client = small(reserve_fraction=0.0)
-    client.put(["s0"], {"x": [9 * KIB + 512]})
-    client.waits(client.allocate({"x": [256], "y": [256], "z": [256]}))
-    assert client.used() == 9 * KIB + 512
-    client.clear("s0")
-    assert client.used() == 768
+# --- Space that a session allocates ahead: each small put's commit takes its own part of it.
+
+
+SPACE = 1024
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def client(driver: Driver) -> Client:
+    client = driver.client(attach=[1])
+    client.register(fields=["x", "y"])
+    return client
+
+
+def allocate(client: Client, nbytes: int = SPACE) -> tuple[int, int]:
+    """Number of the reservation, and where it begins."""
+    number = client.post(c.Preallocate(unit=1, nbytes=nbytes))
+    got = client.result(number)
+    assert isinstance(got, c.Preallocated), got
+    return number, got.offset
+
+
+def commit(reservation: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: Any) -> c.Commit:
+    columns = commit_columns({"x": [x], **({"y": [y]} if y else {})})
+    settings: dict[str, Any] = {
+        "partition": "p",
+        "samples": by_ids(sample),
+        "mode": c.Mode.UPSERT,
+        "columns": columns,
+        **more,
+    }
+    return c.Commit(reservation=reservation, offset=offset, **settings)
+
+
+def places(client: Client, sample: str, field: str = "x") -> tuple[int, int]:
+    located = client.locate(by_ids(sample), [field]).fields[0]
+    client.do(c.Release(located=client.number))
+    return int(located.offsets[0]), int(located.lengths[0])
+
+
+def test_columns_lie_one_after_another_each_from_a_granule_of_its_own(client: Client) -> None:
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "a", x=70, y=5))
+    assert places(client, "a", "x") == (start, 70)
+    assert places(client, "a", "y") == (start + 128, 5)
+
+
+def test_a_kind_taken_from_a_schema_that_no_longer_names_it_is_refused(client: Client) -> None:
+    reservation, start = allocate(client)
+    columns = tuple(msgspec.structs.replace(column, by_schema=True) for column in commit_columns({"x": [10]}))
+    with pytest.raises(StaleSchemaError, match="'x'"):
+        client.raise_(commit(reservation, start, "a", columns=columns))
+    client.call(c.Committed, commit(reservation, start, "a"))
+    client.call(c.Committed, commit(reservation, start + 64, "b", columns=columns))
+
+
+def test_parts_may_be_taken_in_any_order_and_what_is_left_goes_back_whole(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client)
+    for number, part in enumerate([5, 0, 15, 7, 6]):
+        client.call(c.Committed, commit(reservation, start + 64 * part, f"s{number}"))
+        assert client.used() == SPACE, "taken or not, all of it is in use"
+    held = sorted(driver.ledger.held_ranges())
+    assert [size for _, _, size in held] == [64, 256, 64, 64, 64, 448, 64]
+    client.do(c.Abort(reservation=reservation))
+    assert client.used() == 5 * 64
+    client.clear("s0", "s1", "s2", "s3", "s4")
+    assert client.used() == 0
+    assert driver.ledger.free_ranges(1) == [(0, MIB)]
+
+
+def test_parts_have_extents_of_their_own(client: Client) -> None:
+    """As if each had its own commit: clearing the samples of one part frees its bytes."""
+    reservation, start = allocate(client)
+    names, columns = ("a", "b", "c"), commit_columns({"x": [10, 20, 30], "y": [0, 70, 1]})
+    together = c.Commit(
+        partition="p",
+        samples=by_ids(*names),
+        mode=c.Mode.UPSERT,
+        reservation=reservation,
+        offset=start,
+        columns=columns,
+        parts=(1, 0, 2),
+    )
+    client.call(c.Committed, together)
+    assert [places(client, name)[0] - start for name in names] == [0, 64, 84]
+    assert [places(client, name, "y")[0] - start for name in names[1:]] == [128, 198]
+    client.do(c.Abort(reservation=reservation))
+    assert client.used() == 64 + 64 + 128
+    client.clear("a")
+    assert client.used() == 64 + 128
+    client.clear("b", "c")
+    assert client.used() == 0
+
+
+@pytest.mark.parametrize(("parts", "index"), [((1, 1), [0, 0]), ((2, 1), None), ((1,), None), ((3, -1), None)], ids=str)
+def test_parts_have_one_value_per_sample(client: Client, parts: tuple[int, ...], index: list[int] | None) -> None:
+    reservation, start = allocate(client)
+    columns = commit_columns({"x": [10, 20]}, index=index)
+    with pytest.raises(InvalidRequestError, match="parts"):
+        client.raise_(commit(reservation, start, "a", columns=columns, samples=by_ids("a", "b"), parts=parts))
+    client.call(c.Committed, commit(reservation, start, "a"))
+
+
+def test_preallocated_space_used_up_holds_nothing_and_its_abort_is_harmless(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client, 128)
+    client.call(c.Committed, commit(reservation, start, "a", x=100))
+    client.do(c.Abort(reservation=reservation))
+    assert places(client, "a") == (start, 100)
+    client.clear("a")
+    assert client.used() == 0
+
+
+@pytest.mark.parametrize(("at", "x"), [(0, SPACE + 1), (SPACE, 1), (-64, 1), (32, 1), (64 * 15, 65), (None, 1)])
+def test_a_commit_outside_the_space_is_refused_and_takes_nothing(client: Client, at: int | None, x: int) -> None:
+    reservation, start = allocate(client)
+    with pytest.raises(InvalidRequestError):
+        client.raise_(commit(reservation, None if at is None else start + at, "a", x=x))
+    client.call(c.Committed, commit(reservation, start, "b", x=SPACE))
+
+
+def test_the_same_part_cannot_be_taken_twice(client: Client) -> None:
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "a"))
+    with pytest.raises(InvalidRequestError, match="not within the unused part"):
+        client.raise_(commit(reservation, start, "b"))
+
+
+def test_a_fault_leaves_the_part_reserved(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "a"))
+    with pytest.raises(SampleExistsError):
+        client.raise_(commit(reservation, start + 64, "a", mode=c.Mode.CREATE))
+    assert client.used() == SPACE
+    client.call(c.Committed, commit(reservation, start + 64, "b", mode=c.Mode.CREATE))
+
+
+def test_space_of_one_put_takes_no_offset(client: Client) -> None:
+    number = client.post(client.allocate({"x": [10]}))
+    with pytest.raises(InvalidRequestError, match="offset"):
+        client.raise_(commit(number, 0, "a"))
+
+
+def test_shared_values_and_rows_of_no_bytes(client: Client) -> None:
+    reservation, start = allocate(client)
+    columns = commit_columns({"x": [3, 4]}, index=[1, 0, 1])
+    command = c.Commit(
+        partition="p",
+        samples=by_ids("a", "b", "c"),
+        mode=c.Mode.UPSERT,
+        reservation=reservation,
+        offset=start,
+        columns=columns,
+    )
+    client.call(c.Committed, command)
+    assert [places(client, name) for name in "abc"] == [(start + 3, 4), (start, 3), (start + 3, 4)]
+    client.call(c.Committed, commit(reservation, start + 64, "d", x=0))
+    assert places(client, "d")[1] == 0
+    client.call(c.Committed, commit(reservation, start + 64, "e"))
+
+
+def test_only_a_session_local_to_the_unit_gets_preallocated_space(driver: Driver) -> None:
+    remote = driver.client()
+    with pytest.raises(InvalidRequestError, match="has not mapped the arena of unit"):
+        remote.raise_(c.Preallocate(unit=1, nbytes=64))
+    with pytest.raises(InvalidRequestError, match="has not mapped the arena of unit"):
+        driver.client(attach=[1]).raise_(c.Preallocate(unit=9, nbytes=64))
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1 << 63])
+def test_space_of_an_impossible_size_is_refused(client: Client, nbytes: int) -> None:
+    with pytest.raises(InvalidRequestError, match="bytes of preallocated space"):
+        client.raise_(c.Preallocate(unit=1, nbytes=nbytes))
+
+
+def test_a_large_part_is_refused_and_so_is_any_once_half_is_used() -> None:
+    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_part=8), reserve_fraction=0.2)
+    client = driver.client(attach=[1])
+    client.register(fields=["x"])
+    with pytest.raises(CapacityTimeoutError):
+        client.raise_(c.Preallocate(unit=1, nbytes=11 * 64))
+    for _ in range(4):
+        allocate(client, 10 * 64)
+    with pytest.raises(CapacityTimeoutError):
+        client.raise_(c.Preallocate(unit=1, nbytes=64))
+    client.put(["a"], {"x": [40 * 64]})
+
+
+def test_nobody_gets_preallocated_space_while_puts_wait_for_memory(driver: Driver, client: Client) -> None:
+    # Only what is beyond the reserve waits: a little space for others is left.
+    client.put(["a"], {"x": [MIB * 84 // 100]})
+    client.waits(client.allocate({"x": [MIB // 4]}))
+    client.clear("a")
+    client.put(["b"], {"x": [64]})
+    client.waits(client.allocate({"x": [MIB * 4 // 5]}))
+    with pytest.raises(CapacityTimeoutError):
+        client.raise_(c.Preallocate(unit=1, nbytes=64))
+
+
+def test_a_put_that_waits_for_its_budget_keeps_nobody_from_preallocated_space(client: Client) -> None:
+    client.register("full", budget_bytes=128)
+    client.put(["a"], {"x": [64]}, partition="full")
+    waiting = client.waits(client.allocate({"x": [64]}, "full"))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "b"))
+    assert client.result(waiting) is None
+    client.clear("a", partition="full")
+    assert isinstance(client.result(waiting), c.Allocated)
+
+
+def test_a_put_that_waits_for_a_larger_piece_keeps_others_from_the_bytes_it_wants_only() -> None:
+    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_part=8), reserve_fraction=0.0)
+    client = driver.client(attach=[1])
+    client.register(fields=["x"])
+    for i in range(10):
+        client.put([f"s{i}"], {"x": [10 * 64]})
+    client.clear("s0", "s2", "s4", "s6", "s8", "s9")
+    waiting = client.waits(client.allocate({"x": [55 * 64]}))
+    with pytest.raises(CapacityTimeoutError):
+        client.raise_(c.Preallocate(unit=1, nbytes=6 * 64))
+    allocate(client, 5 * 64)
+    assert client.result(waiting) is None
+
+
+def test_space_comes_back_when_its_session_is_proven_gone(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start + 128, "a"))
+    other = driver.client("other")
+    driver.apply(c.SessionSilent(session=client.session))
+    assert other.used() == SPACE
+    driver.apply(c.SessionGone(unit=1, session=client.session))
+    assert other.used() == 64
+    assert places(other, "a") == (start + 128, 10)
+
+
+def test_space_of_a_lost_unit_takes_nothing(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client)
+    driver.apply(c.UnitLost(unit=1))
+    with pytest.raises(StorageUnitError):
+        client.raise_(commit(reservation, start, "a"))
+    with pytest.raises(CapacityTimeoutError):
+        client.raise_(c.Preallocate(unit=1, nbytes=64))
+    driver.add_unit(name="unit0", epoch=2)
+    with pytest.raises(ServiceRestartedError):
+        client.raise_(commit(reservation, start, "a"))
+
+
+def test_overflowing_lengths_are_refused(client: Client) -> None:
+    reservation, start = allocate(client)
+    column = c.CommitColumn(name="x", spec=BYTES, lengths=np.array([(1 << 63) - 1], np.int64))
+    command = c.Commit(
+        partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=reservation, offset=start, columns=(column,)
+    )
+    with pytest.raises(InvalidRequestError):
+        client.raise_(command)
+
+
+def test_the_log_of_commits_into_preallocated_space_replays(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start + 64, "a", x=100, y=3))
+    client.call(c.Committed, commit(reservation, start, "b"))
+    client.clear("b")
+    assert fingerprint(driver.replay()) == fingerprint(driver.ledger)
+
+
+# --- What ends a wait that is judged by what changed: one test for each thing that has to be noticed.
+
+
+def start(**settings: object) -> tuple[Driver, Client]:
+    driver = Driver(capacity=64 * KIB, reserve_fraction=0.0)
+    client = driver.client()
+    client.register(**settings)  # type: ignore[arg-type]
+    return driver, client
+
+
+def test_a_version_that_goes_back() -> None:
+    _, client = start()
+    client.do(c.SetVersion(partition="p", version=5))
+    client.put(["a", "b"], tags={"weight_version": [1, 2]})
+    waiting = client.waits(client.claim(1, max_lag=2))
+    client.put(["c"], tags={"weight_version": [0]})
+    client.do(c.SetVersion(partition="p", version=4))
+    assert client.claimed_by(waiting) == ("b",)
+
+
+def test_a_tag_that_is_set_again() -> None:
+    _, client = start()
+    client.put(["a", "b"], tags={"score": [0, 0]})
+    waiting = client.waits(client.claim(1, where=(c.Predicate(tag="score", op=">", value=0),)))
+    client.put(["c"], tags={"score": [0]})
+    client.do(c.SetTags(partition="p", samples=by_ids("b"), tags=(c.TagColumn(name="score", values=(1,)),)))
+    assert client.claimed_by(waiting) == ("b",)
+
+
+def test_a_sample_that_changes_its_group_and_groups_that_come_after_others_went() -> None:
+    _, client = start()
+    client.put(["a", "b", "c"], tags={"group": [1, 2, 3]})
+    waiting = client.waits(client.claim(2, group_size=2))
+    client.put(["d"], tags={"group": [4]})
+    client.clear("a", "d")
+    client.put(["e", "f"], tags={"group": [5, 6]})
+    client.do(c.SetTags(partition="p", samples=by_ids("f"), tags=(c.TagColumn(name="group", values=("six",)),)))
+    assert client.result(waiting) is None
+    client.do(c.SetTags(partition="p", samples=by_ids("b"), tags=(c.TagColumn(name="group", values=(3,)),)))
+    assert client.claimed_by(waiting) == ("b", "c")
+
+
+@pytest.mark.parametrize("partial", [c.Partial.RELEASE, c.Partial.DROP])
+def test_groups_whose_time_is_over_before_enough_are_there(partial: c.Partial) -> None:
+    driver, client = start()
+    client.put(["a", "b"], tags={"group": [1, 2]})
+    claim = client.claim(6, group_size=2, partial_after_s=1.0, partial=partial)
+    waiting = client.waits(claim)
+    driver.tick(1.0)
+    client.put(["c", "d"], tags={"group": [3, 3]})
+    client.put(["e", "f", "g", "h"], tags={"group": [4, 4, 5, 5]})
+    assert isinstance(client.result(waiting), c.Claimed)
+
+
+def test_a_whole_group_of_which_another_takes_a_part() -> None:
+    driver, client = start(tasks=("train",))
+    client.put(["a", "b", "c"], tags={"group": [1, 1, 2]})
+    waiting = client.waits(client.claim(4, group_size=2, partial_after_s=1.0))
+    driver.tick(0.5)
+    assert client.result(waiting) is None
+    client.claimed(1)
+    driver.tick(1.0)
+    assert client.claimed_by(waiting) == ("b", "c")
+
+
+def test_the_rank_that_comes_first_deals_to_those_that_wait_on_other_terms() -> None:
+    _, client = start()
+    waiting = client.waits(client.claim(8, dp_rank=0, dp_world=2, step=0))
+    client.put(["a", "b"])
+    other = client.call(c.Claimed, client.claim(2, dp_rank=1, dp_world=2, step=0))
+    assert other.ids == ("b",)
+    assert type(client.result(waiting)).__name__ == "InvalidRequestError"
+
+
+def full(policy: c.WhenFull, **settings: object) -> tuple[Driver, Client, Client]:
+    """Eight samples of 1 KiB fill the budget, the second client's put of one more waits."""
+    driver, client = start(budget_bytes=8 * KIB, when_full=policy, **settings)
+    for i in range(8):
+        client.put([f"s{i}"], {"x": [KIB]})
+    return driver, client, driver.client()
+
+
+def test_a_claim_that_is_confirmed() -> None:
+    _, client, other = full(c.WhenFull.EVICT)
+    waiting = other.waits(other.allocate({"x": [KIB]}))
+    client.claimed(1)
+    assert other.result(waiting) is None
+    client.stats()
+    assert isinstance(other.result(waiting), c.Allocated)
+
+
+def test_a_lease_that_is_given_back() -> None:
+    driver, client, other = full(c.WhenFull.EVICT_OLDEST)
+    client.claimed(8, lease_s=5.0)
+    waiting = other.waits(other.allocate({"x": [KIB]}))
+    driver.tick(5.0)
+    assert isinstance(other.result(waiting), c.Allocated)
+
+
+def test_a_reader_that_is_done() -> None:
+    _, client, other = full(c.WhenFull.EVICT_OLDEST)
+    client.locate(by_ids(*[f"s{i}" for i in range(8)]))
+    located = client.number
+    waiting = other.waits(other.allocate({"x": [KIB]}))
+    client.put(["elsewhere"], tags={"score": [1]})
+    assert other.result(waiting) is None
+    client.do(c.Release(located=located))
+    assert isinstance(other.result(waiting), c.Allocated)
+
+
+def test_a_sample_that_goes_leaves_others_alone_in_their_bytes() -> None:
+    """Both lie in one piece, of which what is left is too much to come back."""
+    driver, client = start(budget_bytes=8 * KIB, when_full=c.WhenFull.EVICT_OLDEST)
+    client.put(["a", "b"], {"x": [3 * KIB, 5 * KIB]})
+    client.claimed(1, lease_s=60.0)
+    client.stats()
+    other = driver.client()
+    waiting = other.waits(other.allocate({"x": [8 * KIB]}))
+    assert other.result(waiting) is None
+    client.clear("a")
+    assert isinstance(other.result(waiting), c.Allocated)
+
+
+def test_a_unit_that_is_drained_no_more() -> None:
+    """What could go lay there, and was of no use."""
+    driver, client = start(when_full=c.WhenFull.EVICT_OLDEST)
+    client.put(["a", "b"], {"x": [32 * KIB, 32 * KIB]})
+    client.do(c.Drain(unit=1, force=True))
+    driver.add_unit(name="small", capacity=KIB)
+    client.register("q")
+    client.post(client.allocate({"x": [KIB]}, "q"))
+    waiting = client.waits(client.allocate({"x": [KIB]}))
+    client.do(c.Drain(unit=1, undo=True))
+    assert isinstance(client.result(waiting), c.Allocated)
+
+
+def test_what_a_rejected_put_saw_is_not_held_against_a_later_one() -> None:
+    _, client, other = full(c.WhenFull.EVICT)
+    other.raw(other.allocate({"x": [KIB]}, on_full=c.OnFull.REJECT))
+    client.claimed(1)
+    client.stats()
+    later = other.post(other.allocate({"x": [KIB]}))
+    assert isinstance(other.result(later), c.Allocated)
+
+
+def test_a_task_that_had_not_consumed_and_is_left_out() -> None:
+    _, client, other = full(c.WhenFull.EVICT, tasks=("train", "score"))
+    client.claimed(8)
+    client.stats()
+    waiting = other.waits(other.allocate({"x": [KIB]}))
+    client.register(budget_bytes=8 * KIB, when_full=c.WhenFull.EVICT)
+    assert isinstance(other.result(waiting), c.Allocated)
+
+
+def test_another_policy() -> None:
+    _, client, other = full(c.WhenFull.EVICT)
+    waiting = other.waits(other.allocate({"x": [KIB]}))
+    client.register(budget_bytes=8 * KIB, when_full=c.WhenFull.EVICT_OLDEST)
+    assert isinstance(other.result(waiting), c.Allocated)
+
+
+def test_who_held_up_others_waits_for_its_budget_now() -> None:
+    """An update of its partition took some of that meanwhile."""
+    _, client = start(budget_bytes=36 * KIB)
+    client.register("q")
+    client.put(["a"], tags={"score": [1]})
+    client.put(["big"], {"x": [30 * KIB]}, partition="q")
+    first = client.waits(client.allocate({"x": [35 * KIB]}))
+    second = client.waits(client.allocate({"x": [KIB]}, "q"))
+    update = client.post(client.allocate({"x": [2 * KIB]}, update=True))
+    assert isinstance(client.result(update), c.Allocated)
+    assert client.result(first) is None
+    assert isinstance(client.result(second), c.Allocated)
+
+
+def test_what_a_claim_drops_makes_space() -> None:
+    driver, client = start(budget_bytes=2 * KIB)
+    client.put(["a"], {"x": [2 * KIB]}, tags={"group": [1]})
+    space = client.waits(client.allocate({"x": [KIB]}))
+    claim = client.waits(client.claim(2, group_size=2, partial_after_s=1.0, partial=c.Partial.DROP))
+    driver.tick(1.0)
+    assert isinstance(client.result(space), c.Allocated)
+    assert client.result(claim) is None

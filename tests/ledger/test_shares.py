@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from dataplane.errors import ClaimTimeoutError, InvalidRequestError, ShareConflictError, StaleSampleError
-from dataplane.ledger import Limits
+from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.claims.shares import HOLD_S
-from tests.ledger.driver import Client, Driver, by_ids
+from dataplane.ledger.state.tasks import SLACK
+from tests.ledger.driver import Client, Driver, by_ids, part_of
+from tests.ledger.fingerprint import fingerprint
 
 IDS = [f"s{i}" for i in range(8)]
 
@@ -46,18 +48,6 @@ def test_the_first_to_ask_fixes_it_in_whatever_order_they_ask(driver: Driver, or
         got[rank] = ids(clients[rank], rank, world=3, size=6)
         clients[rank].put([f"later{rank}"], tags={"input_lengths": [3]})
     assert got == {0: ("s0", "s2"), 1: ("s3", "s4"), 2: ("s1", "s5")}
-
-
-def test_what_is_dealt_does_not_depend_on_who_asks_first(driver: Driver) -> None:
-    dealt = []
-    for order in itertools.permutations(range(2)):
-        client = Driver().client()
-        client.register()
-        client.put(IDS, tags={"input_lengths": [7, 1, 9, 2, 2, 8, 1, 3]})
-        got = {rank: ids(client, rank, size=8) for rank in order}
-        dealt.append([got[0], got[1]])
-    assert dealt[0] == dealt[1]
-    assert sorted(dealt[0][0] + dealt[0][1]) == IDS
 
 
 def test_ranks_that_wait_are_served_together_and_take_nothing_before(driver: Driver, client: Client) -> None:
@@ -299,15 +289,348 @@ def test_a_timeout_of_a_share_names_what_the_whole_step_wants(driver: Driver, cl
     assert (error.wanted, error.ready) == (4, 3)
 
 
-def test_shares_balance_lengths() -> None:
-    client = Driver().client()
-    client.register()
-    lengths = np.random.default_rng(0).lognormal(6, 1, 512).astype(int).tolist()
-    client.put([f"s{i}" for i in range(512)], tags={"input_lengths": lengths})
-    sums = []
-    for rank in range(8):
-        got = client.call(c.Claimed, share(client, rank, world=8, size=512))
-        assert len(got.ids) == 64
-        (column,) = got.tags
-        sums.append(sum(value for value in column.values if isinstance(value, int)))
-    assert max(sums) / (sum(sums) / 8) < 1.02
+# --- Leases: each belongs to one claim, by the row; what is on lease is not consumed; what is over
+# leaves nothing.
+
+
+ABC = ["a", "b", "c"]
+
+
+@pytest.fixture
+def trainer(driver: Driver) -> Client:
+    made = driver.client()
+    made.register()
+    return made
+
+
+def leased(trainer: Client, count: int, lease_s: float = 10.0, **more: object) -> c.Claimed:
+    return trainer.call(c.Claimed, trainer.claim(count, lease_s=lease_s, **more))
+
+
+def consumed(trainer: Client) -> bool:
+    return trainer.call(c.Consumption, c.CheckConsumption(partition="p", tasks=("train",))).consumed
+
+
+# --- a lease belongs to one claim
+
+
+def test_a_late_nack_leaves_what_others_have_consumed(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    late = leased(trainer, 2, lease_s=1.0)
+    driver.tick(1.0)
+    again = leased(trainer, 1)
+    assert (again.ids, trainer.claimed(1)) == (("a",), ("b",))
+    trainer.ack(again)
+    with pytest.raises(StaleSampleError, match="its lease ended") as caught:
+        trainer.nack(late)
+    assert (caught.value.positions, caught.value.total) == ([0, 1], 2)
+    assert trainer.claimed(2, blocking=False) == ()
+
+
+def test_of_two_claims_of_one_session_only_the_one_that_has_the_lease_acknowledges(
+    driver: Driver, trainer: Client
+) -> None:
+    trainer.put(["a"])
+    late = leased(trainer, 1, lease_s=1.0)
+    driver.tick(1.0)
+    rightful = leased(trainer, 1)
+    for attempt in (
+        trainer.ack,
+        trainer.nack,
+        lambda got: trainer.extend(got, lease_s=50.0),
+    ):
+        with pytest.raises(StaleSampleError):
+            attempt(late)
+    assert trainer.ack(rightful) == ()
+    assert trainer.claimed(1, blocking=False) == ()
+
+
+def test_what_was_acknowledged_is_not_given_back(trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    got = leased(trainer, 2)
+    trainer.ack(got, "a")
+    with pytest.raises(StaleSampleError) as caught:
+        trainer.nack(got)
+    assert caught.value.positions == [0]
+    assert trainer.claimed(2, blocking=False) == ("b",)
+
+
+def test_giving_back_what_came_back_by_itself_is_no_error(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a"])
+    got = leased(trainer, 1, lease_s=1.0)
+    driver.tick(1.0)
+    assert trainer.nack(got) == ()
+    assert trainer.claimed(1, blocking=False) == ("a",)
+
+
+def test_a_claim_without_a_lease_is_given_back_and_neither_acknowledged_nor_extended(trainer: Client) -> None:
+    trainer.put(["a"])
+    got = trainer.call(c.Claimed, trainer.claim(1))
+    with pytest.raises(StaleSampleError):
+        trainer.ack(got)
+    with pytest.raises(StaleSampleError):
+        trainer.extend(got, lease_s=1.0)
+    trainer.nack(got)
+    assert trainer.claimed(1, blocking=False) == ("a",)
+
+
+def test_without_claims_a_nack_takes_back_all_but_what_is_on_lease(trainer: Client) -> None:
+    trainer.put(ABC)
+    assert trainer.claimed(1) == ("a",)
+    trainer.ack(leased(trainer, 1))
+    leased(trainer, 1)
+    with pytest.raises(StaleSampleError) as caught:
+        trainer.do(c.Nack(partition="p", task="train", samples=by_ids(*ABC)))
+    assert caught.value.samples == ["c"]
+    assert trainer.claimed(3, blocking=False) == ("a", "b")
+
+
+def test_there_is_a_claim_for_each_sample(trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    got = leased(trainer, 2)
+    with pytest.raises(InvalidRequestError, match="1 claim ids for 2 samples"):
+        trainer.do(c.Ack(partition="p", task="train", samples=part_of(got)["samples"], claims=np.array([got.claim])))
+    with pytest.raises(InvalidRequestError, match="named twice"):
+        trainer.do(c.Ack(partition="p", task="train", samples=by_ids("a", "a"), claims=np.array([got.claim] * 2)))
+
+
+# --- by the row
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_cleared_meanwhile_is_told_and_holds_up_nothing(trainer: Client, again: bool) -> None:
+    trainer.put(ABC)
+    got = leased(trainer, 3)
+    trainer.clear("b")
+    if again:
+        trainer.put(["b"])
+    assert trainer.extend(got, lease_s=20.0) == (1,)
+    assert trainer.ack(got, "a", "b") == (1,)
+    assert trainer.nack(got, "b", "c") == (0,)
+    assert trainer.claimed(3, blocking=False) == (("c", "b") if again else ("c",))
+
+
+def test_what_another_has_by_now_is_named_after_the_rest_was_done(driver: Driver, trainer: Client) -> None:
+    trainer.put(ABC)
+    got = leased(trainer, 3)
+    trainer.nack(got, "b")
+    assert trainer.claimed(1) == ("b",)
+    trainer.clear("a")
+    with pytest.raises(StaleSampleError) as caught:
+        trainer.nack(got)
+    assert (caught.value.positions, caught.value.task) == ([1], "train")
+    assert trainer.claimed(3, blocking=False) == ("c",)
+
+
+def test_of_one_claim_each_part_has_its_own_end(driver: Driver, trainer: Client) -> None:
+    trainer.put(ABC)
+    got = leased(trainer, 3, lease_s=10.0)
+    trainer.extend(got, "b", lease_s=20.0)
+    trainer.extend(got, "c", lease_s=5.0)
+    for now, back in ((4.9, ()), (5.0, ("c",)), (9.9, ()), (10.0, ("a",)), (19.9, ()), (20.0, ("b",))):
+        deadline = driver.ledger.next_deadline()
+        assert deadline is not None
+        assert deadline <= now or not back
+        driver.tick(now)
+        assert trainer.claimed(3, blocking=False) == back
+
+
+# --- what is on lease is not consumed
+
+
+def test_what_is_on_lease_is_not_consumed(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    trainer.do(c.Seal(partition="p"))
+    got = leased(trainer, 2)
+    waiting = trainer.waits(trainer.claim(1, timeout_s=100.0))
+    assert not consumed(trainer)
+    trainer.ack(got, "a")
+    assert not consumed(trainer)
+    driver.tick(10.0)
+    assert trainer.claimed_by(waiting) == ("b",)
+    assert consumed(trainer)
+
+
+@pytest.mark.parametrize("how", ["ack", "clear"])
+def test_the_end_comes_when_the_last_lease_is_settled(trainer: Client, how: str) -> None:
+    trainer.put(["a", "b"])
+    trainer.do(c.Seal(partition="p"))
+    got = leased(trainer, 2)
+    waiting = trainer.waits(trainer.claim(1))
+    trainer.clear("a")
+    assert trainer.result(waiting) is None
+    if how == "ack":
+        trainer.ack(got, "b")
+    else:
+        trainer.clear("b")
+    assert trainer.claimed_by(waiting) == ()
+    assert consumed(trainer)
+
+
+@pytest.mark.parametrize(("how", "claimed"), [("ack", 5), ("nack", 2), ("clear", 2), ("end", 2)])
+def test_of_rows_that_are_settled_together_each_counts(driver: Driver, trainer: Client, how: str, claimed: int) -> None:
+    trainer.put([*"abcde"])
+    trainer.do(c.Seal(partition="p"))
+    got = leased(trainer, 5, lease_s=10.0)
+    if how == "end":
+        trainer.extend(got, *"acd", lease_s=1.0)
+        driver.tick(1.0)
+    elif how == "clear":
+        trainer.clear(*"acd")
+    else:
+        {"ack": trainer.ack, "nack": trainer.nack}[how](got, *"acd")
+    (task,) = trainer.stats().partitions[0].tasks
+    assert (task.leased, task.claimed) == (2, claimed)
+    trainer.ack(got, "b", "e")
+    (task,) = trainer.stats().partitions[0].tasks
+    assert (task.leased, task.claimed) == (0, claimed)
+    assert consumed(trainer) == (how in ("ack", "clear"))
+
+
+def test_a_tail_waits_for_leases_that_it_could_take_and_for_no_others(trainer: Client) -> None:
+    trainer.put(ABC, tags={"kind": ["x", "y", "x"]})
+    trainer.do(c.Seal(partition="p"))
+    leased(trainer, 1)
+    wanted = {kind: (c.Predicate(tag="kind", op="==", value=kind),) for kind in "xy"}
+    waiting = trainer.waits(trainer.claim(2, where=wanted["x"]))
+    assert trainer.claimed(2, where=wanted["y"]) == ("b",)
+    assert trainer.result(waiting) is None
+
+
+def test_a_share_under_lease_that_nobody_came_for_is_not_consumed(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    trainer.do(c.Seal(partition="p"))
+    share = {"dp_world": 2, "dp_rank": 0, "sampler": "sequential"}
+    trainer.ack(leased(trainer, 2, step=0, **share))
+    waiting = trainer.waits(trainer.claim(2, lease_s=10.0, step=1, **share))
+    assert not consumed(trainer)
+    driver.tick(10.0)
+    assert trainer.claimed_by(waiting) == ("b",)
+
+
+def test_a_share_without_a_lease_is_consumed_whether_its_rank_came_or_not(trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    trainer.do(c.Seal(partition="p"))
+    share = {"dp_world": 2, "dp_rank": 0, "sampler": "sequential"}
+    assert trainer.claimed(2, step=0, **share) == ("a",)
+    assert trainer.claimed(2, step=1, **share) == ()
+    assert consumed(trainer)
+
+
+# --- what is over leaves nothing
+
+
+def test_settled_leases_keep_no_partition_and_wake_nobody(driver: Driver, trainer: Client) -> None:
+    before = len(driver.ledger.image())
+    for number in range(20):
+        trainer.put([f"s{number}.{i}" for i in range(200)])
+        got = leased(trainer, 200, lease_s=1e6)
+        if number % 2:
+            trainer.ack(got)
+        trainer.do(c.Register(partition="p", fields={}, num_samples=None, tasks=("train",)))
+        trainer.call(c.Cleared, c.Clear(partition="p", samples=None))
+        trainer.register()
+    state = driver.ledger._state
+    assert (state.leases.open, state.leases.ends) == ({}, [])
+    assert len(driver.ledger.image()) < before + 20_000
+
+
+def test_settled_leases_of_a_living_partition_are_forgotten(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a", "b"])
+    kept = leased(trainer, 1, lease_s=1.0)
+    for _ in range(4 * SLACK):
+        trainer.nack(leased(trainer, 1, lease_s=1e6))
+        trainer.extend(kept, lease_s=1.0)
+    leases = driver.ledger._state.leases
+    assert list(leases.open) == [kept.claim]
+    assert len(leases.ends) <= 2 + SLACK
+    assert driver.ledger.next_deadline() == 1.0
+
+
+def test_held_shares_and_waits_for_groups_keep_no_dropped_partition(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a", "b"], tags={"group": ["x", "y"]})
+    trainer.claimed(2, dp_world=2, dp_rank=0, step=0)
+    trainer.put(["c"], tags={"group": ["z"]})
+    trainer.waits(trainer.claim(2, group_size=2, partial_after_s=5.0, timeout_s=50.0))
+    trainer.call(c.Cleared, c.Clear(partition="p", samples=None))
+    state = driver.ledger._state
+    assert not state.leases.open
+    assert [name for _, _, name in state.wakes] == ["p"]
+    trainer.register()
+    trainer.put(["a"], tags={"group": ["x"]})
+    waiting = trainer.waits(trainer.claim(2, group_size=2, partial_after_s=8.0, timeout_s=50.0))
+    driver.tick(5.0)
+    assert trainer.result(waiting) is None
+    driver.tick(8.0)
+    assert trainer.claimed_by(waiting) == ("a",)
+
+
+def test_leases_of_a_task_that_was_left_out_end_with_it(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a"])
+    leased(trainer, 1, lease_s=1e6)
+    trainer.register(tasks=("other",))
+    assert not driver.ledger._state.leases.open
+
+
+def test_an_image_has_the_leases(driver: Driver, trainer: Client) -> None:
+    trainer.put(ABC)
+    got = leased(trainer, 3)
+    trainer.extend(got, "b", lease_s=20.0)
+    again = Ledger.restored(driver.ledger.image())
+    assert fingerprint(again) == fingerprint(driver.ledger)
+    driver.ledger = again
+    trainer.ack(got, "a")
+    driver.tick(10.0)
+    assert trainer.claimed(3, blocking=False) == ("c",)
+
+
+# --- columns that nobody has
+
+
+def test_fields_and_tags_go_with_the_last_sample_that_has_them(driver: Driver, trainer: Client) -> None:
+    trainer.register(fields=("x",))
+    for number in range(20):
+        trainer.put(["a"], {"x": [1], f"f{number}": [1]}, tags={f"t{number}": [1], "kept": [2]})
+        trainer.put(["b"], {"x": [1]}, tags={"kept": [3]})
+        trainer.clear("a")
+        trainer.put([], {f"none{number}": []})
+    partition = driver.ledger._state.partitions["p"]
+    assert (list(partition.fields), list(partition.tags.columns)) == (["x"], ["kept"])
+    trainer.clear("b")
+    assert (list(partition.fields), list(partition.tags.columns)) == (["x"], [])
+
+
+def test_tags_are_counted_by_sample(driver: Driver, trainer: Client) -> None:
+    trainer.put(["a", "b"], tags={"t": [1, 2]})
+    twice = c.TagColumn(name="u", values=(1, 2), positions=np.array([0, 0]))
+    for _ in range(2):
+        trainer.do(c.SetTags(partition="p", samples=by_ids("a"), tags=(c.TagColumn(name="t", values=(3,)), twice)))
+    columns = driver.ledger._state.partitions["p"].tags.columns
+    assert {name: tag.count for name, tag in columns.items()} == {"t": 2, "u": 1}
+    trainer.clear("a")
+    assert {name: tag.count for name, tag in driver.ledger._state.partitions["p"].tags.columns.items()} == {"t": 1}
+
+
+# --- tags that are no lengths
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -1, -0.5, 1.5, 2.0, 10**400, 1 << 54, "long", True, None]
+)
+def test_a_number_of_tokens_is_one(trainer: Client, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match="not a number of tokens"):
+        trainer.put(["a"], tags={"input_lengths": [value]})
+    trainer.put(["a"], tags={"input_lengths": [4]})
+    with pytest.raises(InvalidRequestError, match="not a number of tokens"):
+        trainer.do(
+            c.SetTags(partition="p", samples=by_ids("a"), tags=(c.TagColumn(name="input_lengths", values=(value,)),))
+        )
+    assert trainer.claimed(1, dp_world=1, dp_rank=0, step=0) == ("a",)
+
+
+def test_other_tags_that_no_float_can_hold_harm_nobody(trainer: Client) -> None:
+    trainer.put(["a", "b"], tags={"weight_version": [10**400, float("-inf")]})
+    trainer.claimed(1, where=(c.Predicate(tag="weight_version", op=">", value=0.5),), peek=True)
+    assert trainer.stats().partitions[0].tasks[0].lag is None
+    with pytest.raises(InvalidRequestError, match="4096 bits"):
+        trainer.put(["c"], tags={"weight_version": [1 << 5000]})

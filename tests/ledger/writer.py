@@ -33,7 +33,7 @@ from dataplane.ledger.commands import (
     Waits,
     WhyBlocked,
 )
-from tests.ledger.claim_checks import Client, expected_state
+from tests.ledger.checks import Client, expected_state
 from tests.ledger.claim_model import is_ready, matches
 from tests.ledger.machine import LedgerDriver
 from tests.ledger.model import sizes_of

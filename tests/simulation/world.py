@@ -152,7 +152,7 @@ class Unit:
 
 
 class World:
-    """Everything there is. `schedule` decides (see `schedule.py`); the methods here are what can happen."""
+    """Everything there is. `schedule` decides (see `plans.py`); the methods here are what can happen."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.record = Recorder(ledger)
