@@ -59,7 +59,7 @@ test-floors: $(FLOORS_VENV)/.ready ## contract, columns, compat, mixin and their
 	@$(FLOORS_VENV)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS) $(FLOORS_TESTS)
 
 FLOORS_TESTS ?= tests/contract tests/compat tests/cli tests/workers/test_exports.py $(wildcard $(addprefix tests/, \
-	data/test_columns*.py client/test_columns.py client/test_checkpoint*.py client/test_events.py core/test_checksums.py \
+	data/test_columns*.py client/test_columns.py client/test_checkpoint*.py client/test_events.py core/test_values.py \
 	controller/test_metrics.py controller/test_recorder.py protocol/test_http2.py workers/training/test_mixin*.py))
 
 $(FLOORS_VENV)/.ready: pyproject.toml constraints.txt tests/floors.py

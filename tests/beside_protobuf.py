@@ -1,4 +1,4 @@
-"""Runs a service in a process that also has gRPC's own health stubs, as SGLang has; run by test_protobuf_versions.py.
+"""Runs a service in a process that also has gRPC's own health stubs, as SGLang has; run by test_codec.py.
 
 Arguments: the version of protobuf that is to be there, and which of both is imported first, "ours" or "theirs".
 """

@@ -12,7 +12,6 @@ RAY = (
 GLOO = (
     "tests/workers/training/test_replica_group",
     "tests/workers/training/test_mixin",
-    "tests/workers/training/test_mixin_packing",
     "tests/training/test_data_loader_siblings",
 )
 """Modules that share the ranks of `tests/gloo.py`."""

@@ -1,12 +1,14 @@
-"""The calls of a session while its service comes and goes: what is waited for, what counts as an answer."""
+"""Calls of a session without a socket: numbers, the watermark, undoing; a service that comes and goes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dataplane.client.rpc.call_numbers import MOST_RANGES, CallNumbers, undo_of
 from dataplane.client.rpc.handshake import OpenedSession
 from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
@@ -20,6 +22,10 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
+
+# --- The calls of a session while its service comes and goes: what is waited for, what counts as an
+# answer.
+
 
 SESSION = OpenedSession(
     number=7, epoch=1, units=(), address="here:1", endpoint="ipc://@x", heartbeat_s=1.0, nonce="n", durable=True
@@ -120,3 +126,165 @@ def test_what_could_not_be_written_down_was_not_done_and_is_posted_again() -> No
     assert calls.ends_call(call, refusal(call.number, FULL))
     with pytest.raises(StateDirError, match="disk full"):
         calls.settle(call, refusal(call.number, FULL))
+
+
+# --- Numbers, the watermark, and the undoing of calls that nobody waits for.
+
+
+ALLOCATE = c.Allocate(partition="p", columns=())
+LOCATE = c.Locate(partition="p", samples=c.Samples(ids=()), fields=())
+CLAIM = c.Claim(partition="p", task="t", fields=(), batch_size=1)
+COMMIT = c.Commit(
+    partition="p",
+    samples=c.Samples(rows=np.array([], np.int64), generations=np.array([], np.int64)),
+    mode=c.Mode.UPDATE,
+    reservation=7,
+)
+
+
+def test_answers_may_come_twice_and_for_numbers_never_issued() -> None:
+    numbering = CallNumbers(1)
+    numbering.issue(c.Units(), now=0.0)
+    for number in (1, 1, 99):
+        numbering.record_answer(number)
+    assert numbering.watermark == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "undo"),
+    [
+        (ALLOCATE, c.Abort(reservation=1)),
+        (LOCATE, c.Release(located=1)),
+        (CLAIM, c.Unclaim(claimed=1)),
+        (COMMIT, c.Abort(reservation=7)),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_watermark_waits_for_the_undo_of_an_abandoned_call(command: c.Command, undo: c.Command) -> None:
+    numbering = CallNumbers(1)
+    numbering.issue(command, now=0.0)
+    call = numbering.abandon(1, now=1.0)
+    assert call is not None
+    assert type(call.command) is type(undo)
+    assert repr(call.command) == repr(undo)
+    assert (call.number, call.watermark) == (2, 1)
+    numbering.record_answer(1)  # the late answer of the abandoned call settles nothing
+    assert numbering.watermark == 1
+    assert numbering.issue(c.Stats(), now=1.0).watermark == 1
+    numbering.record_answer(2)
+    assert numbering.watermark == 3
+
+
+def test_a_call_without_an_undo_is_below_the_watermark_once_abandoned() -> None:
+    numbering = CallNumbers(1)
+    numbering.issue(c.Clear(partition="p", samples=None), now=0.0)
+    assert numbering.abandon(1, now=0.0) is None
+    assert numbering.watermark == 2
+    assert undo_of(1, c.Commit(partition="p", samples=c.Samples(ids=()), mode=c.Mode.UPSERT)) is None
+
+
+def test_abandoning_twice_or_after_the_answer_undoes_nothing_more() -> None:
+    numbering = CallNumbers(1)
+    numbering.issue(CLAIM, now=0.0)
+    assert numbering.abandon(1, now=0.0) is not None
+    assert numbering.abandon(1, now=0.0) is None
+    numbering.issue(CLAIM, now=0.0)
+    numbering.record_answer(3)
+    assert numbering.abandon(3, now=0.0) is None
+
+
+def test_posted_calls_come_due_until_they_are_answered() -> None:
+    numbering = CallNumbers(1)
+    numbering.issue(c.Release(located=1), now=0.0, posted=True)
+    numbering.issue(c.Stats(), now=0.0)
+    assert numbering.due(0.0) == []
+    assert numbering.due(0.5) == [1]
+    numbering.repeat(1, now=1.0)
+    assert numbering.due(0.5) == []
+    assert numbering.due(2.0) == [1]
+    numbering.record_answer(1)
+    assert numbering.due(2.0) == []
+
+
+def test_what_is_answered_above_a_waiting_call_is_named_until_a_call_that_named_it_is_answered() -> None:
+    numbering = CallNumbers(1)
+    numbering.issue(CLAIM, now=0.0)
+    for number in (2, 3):
+        call = numbering.issue(c.Units(), now=0.0)
+        assert (call.number, call.watermark, call.confirmed) == (number, 1, (2, 2) if number == 3 else ())
+        numbering.record_answer(number)
+    lost = numbering.issue(c.Units(), now=0.0)
+    later = numbering.issue(c.Units(), now=0.0)
+    assert lost.confirmed == later.confirmed == (3, 3)
+    numbering.record_answer(later.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (5, 5)
+    assert numbering.repeat(lost.number, now=1.0).confirmed == (5, 5)
+
+
+def test_what_a_call_named_when_it_is_repeated_may_not_have_arrived_with_it() -> None:
+    numbering = CallNumbers(1)
+    for _ in range(3):
+        numbering.issue(CLAIM, now=0.0)
+    numbering.record_answer(2)
+    assert numbering.repeat(3, now=1.0).confirmed == (2, 2)
+    numbering.record_answer(3)
+    assert numbering.issue(c.Units(), now=2.0).confirmed == (2, 3)
+
+
+def test_an_answer_that_the_ledger_did_not_give_leaves_what_its_call_named() -> None:
+    numbering = CallNumbers(1)
+    for _ in range(2):
+        numbering.issue(CLAIM, now=0.0)
+    numbering.record_answer(2)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 2)
+    numbering.record_answer(3, processed=False)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 3)
+
+
+def test_what_the_watermark_passes_is_not_named() -> None:
+    numbering = CallNumbers(1)
+    for _ in range(3):
+        numbering.issue(CLAIM, now=0.0)
+    numbering.record_answer(2)
+    numbering.record_answer(1)
+    call = numbering.issue(c.Units(), now=0.0)
+    assert (call.watermark, call.confirmed) == (3, ())
+
+
+def test_one_call_names_a_bounded_number() -> None:
+    numbering = CallNumbers(1)
+    for _ in range(2 * MOST_RANGES + 9):
+        numbering.issue(CLAIM, now=0.0)
+    for number in range(2, 2 * MOST_RANGES + 9, 2):
+        numbering.record_answer(number)
+    first = numbering.issue(c.Units(), now=0.0)
+    assert first.confirmed[::2] == first.confirmed[1::2] == tuple(range(2, 2 * MOST_RANGES + 2, 2))
+    numbering.record_answer(first.number)
+    rest = (*range(2 * MOST_RANGES + 2, 2 * MOST_RANGES + 9, 2), first.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed[::2] == rest
+
+
+def test_what_is_known_of_a_range_is_not_named_again() -> None:
+    numbering = CallNumbers(1)
+    for _ in range(9):
+        numbering.issue(CLAIM, now=0.0)
+    for number in (2, 3, 4):
+        numbering.record_answer(number)
+    early = numbering.issue(c.Units(), now=0.0)
+    assert early.confirmed == (2, 4)
+    for number in (5, 6):
+        numbering.record_answer(number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 6)
+    numbering.record_answer(early.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (5, 6, early.number, early.number)
+
+
+def test_abandoned_calls_are_named_once_their_undo_is_answered() -> None:
+    numbering = CallNumbers(1)
+    for _ in range(3):
+        numbering.issue(CLAIM, now=0.0)
+    undo = numbering.abandon(2, now=0.0)
+    assert undo is not None
+    assert numbering.issue(c.Units(), now=0.0).confirmed == ()
+    numbering.record_answer(undo.number)
+    assert numbering.issue(c.Units(), now=0.0).confirmed == (undo.number, undo.number, 2, 2)

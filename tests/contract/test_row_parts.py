@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataplane import ContextParallel, DataPlaneClient
-from dataplane.errors import InvalidRequestError
+from dataplane import (
+    ContextParallel,
+    DataPlaneClient,
+    KVBatchMeta,
+    SampleNotFoundError,
+    Shared,
+    StaleSampleError,
+    read_columns,
+    write_columns,
+)
+from dataplane.core.addresses import boot_id
+from dataplane.errors import (
+    ClaimTimeoutError,
+    FieldNotProducedError,
+    InvalidRequestError,
+    RowsChangedError,
+)
 
 pytestmark = pytest.mark.integration
+
 
 FIELDS = {
     "input_ids": (),
@@ -242,3 +259,230 @@ def test_fields_as_long_as_the_ids_are_cut_when_the_lengths_of_the_meta_are_old(
     assert [len(row) for row in rows["turns"].unbind()] == [12, 9]
     batch = client.get_batch(meta, ["input_ids", "hidden"], tokens=ContextParallel(rank=0, size=2, pad_to=16))
     assert (batch["input_ids"].shape, batch["hidden"].shape) == ((2, 8), (2, 8, 3))
+
+
+# --- Where samples are: `locate` gives their rows and hosts.
+
+
+@pytest.fixture
+def meta(client: DataPlaneClient) -> KVBatchMeta:
+    client.register_partition("p", ["x", "empty"], None, ["train"])
+    fields = {"x": [torch.arange(n) for n in (3, 1)], "empty": [torch.zeros(0), torch.ones(2)]}
+    return client.put_samples(["a", "b"], "p", fields)
+
+
+def test_samples_have_the_host_that_stores_their_bytes(client: DataPlaneClient, meta: KVBatchMeta) -> None:
+    found, hosts = client.locate(KVBatchMeta("p", None, ["b", "a"], ["x"]))
+    assert hosts == [boot_id()] * 2
+    assert client.locate(meta, ["empty"]).hosts == [None, boot_id()], "a sample without bytes is nowhere"
+    assert found.sample_ids == ["b", "a"]
+    client.clear_samples(["a"], "p")
+    client.put_samples(["a"], "p", {"x": [torch.arange(2)]})
+    with pytest.raises(StaleSampleError):
+        client.get_data(found)
+
+
+def test_nothing_stays_pinned(client: DataPlaneClient, meta: KVBatchMeta) -> None:
+    client.locate(meta)
+    client.clear_samples(meta.sample_ids, "p")
+    assert [unit.retired_bytes for unit in client.stats().units] == [0]
+
+
+def test_what_is_missing_cannot_be_located(client: DataPlaneClient, meta: KVBatchMeta) -> None:
+    client.put_samples(["half"], "p", {"x": [torch.arange(1)]})
+    with pytest.raises(FieldNotProducedError):
+        client.locate(client.list_samples("p"), ["empty"])
+    with pytest.raises(SampleNotFoundError):
+        client.locate(KVBatchMeta("p", None, ["nobody"]), ["x"])
+
+
+# --- A sample id may be used again; a sample never.
+
+
+NAMES = ["a", "b", "c"]
+
+
+def test_three_steps_with_late_write_backs(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, ["train"])
+    earlier = None
+    for step in range(3):
+        meta = client.put_samples(NAMES, partition, {"x": torch.full((3,), step)})
+        if earlier is not None:
+            with pytest.raises(StaleSampleError, match="'a'"):
+                write_columns(client, earlier, {"logprobs": torch.full((3,), -1.0)})
+            with pytest.raises(KeyError):
+                read_columns(client, earlier, ["x"])
+            with pytest.raises(KeyError, match="logprobs"):
+                client.get_samples(NAMES, partition, ["logprobs"])
+        write_columns(client, meta, {"logprobs": torch.full((3,), float(step))})
+        assert client.get_data(meta, ["x", "logprobs"])["logprobs"].tolist() == [float(step)] * 3
+        client.clear_samples(meta, partition)
+        with pytest.raises(KeyError):
+            write_columns(client, meta, {"logprobs": torch.zeros(3)})
+        assert client.list_samples(partition).size == 0
+        earlier = meta
+
+
+def test_a_stale_meta_clears_nothing(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, ["train"])
+    old = client.put_samples(NAMES, partition, {"x": torch.arange(3)})
+    client.clear_samples(old, partition)
+    client.put_samples(NAMES, partition, {"x": torch.arange(3)})
+    client.clear_samples(old, partition)
+    assert client.list_samples(partition).sample_ids == NAMES
+
+
+def test_handles_survive_transformations(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, ["train"])
+    meta = client.put_samples(NAMES, partition, {"x": torch.arange(3)})
+    turned = meta.subset([2, 0])
+    client.clear_samples(["a"], partition)
+    client.put_samples(["a"], partition, {"x": torch.tensor([9])})
+    with pytest.raises(StaleSampleError, match="'a'"):
+        client.get_data(turned, ["x"])
+    assert client.get_data(turned.subset([0]), ["x"])["x"].tolist() == [2]
+    fresh = client.claim_meta(partition, "train", ["x"], 3)
+    assert client.get_data(fresh, ["x"])["x"].tolist() == [1, 2, 9]
+
+
+def test_a_dropped_partition_makes_its_metas_stale(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, ["train"])
+    old = client.put_samples(NAMES, partition, {"x": torch.arange(3)})
+    client.clear_samples(None, partition)
+    client.register_partition(partition, ["x"], None, ["train"])
+    client.put_samples(NAMES, partition, {"x": torch.arange(3)})
+    with pytest.raises(StaleSampleError):
+        client.get_data(old, ["x"])
+
+
+def test_a_rewrite_is_seen_whole(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, ["train"])
+    meta = client.put_samples(NAMES, partition, {"x": [torch.zeros(4)] * 3})
+    client.put_samples(["b"], partition, {"x": [torch.ones(7)]})
+    rows = client.get_data(meta, ["x"])["x"].unbind()
+    assert [row.tolist() for row in rows] == [[0.0] * 4, [1.0] * 7, [0.0] * 4]
+
+
+# --- Rows that grow: samples whose generation is interrupted and resumed.
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def rows(client: DataPlaneClient, partition: str, names: list[str], field: str = "input_ids") -> list[list[int]]:
+    return [row.tolist() for row in client.get_samples(names, partition, [field])[field].unbind()]
+
+
+@pytest.fixture
+def partition(client: DataPlaneClient, partition: str) -> str:
+    client.register_partition(partition, ["input_ids", "token_mask", "seen"], None, ["train"])
+    return partition
+
+
+def test_pieces_stand_one_behind_the_other(client: DataPlaneClient, partition: str) -> None:
+    first = client.put_samples(["a"], partition, {"input_ids": [ints(1, 2)], "seen": ints(0)}, mode="append")
+    assert first.sequence_lengths == [2]
+    more = {"input_ids": [ints(3), ints(7, 8)], "seen": ints(1, 1)}
+    second = client.put_samples(["a", "b"], partition, more, tags=[{"v": 1}, {"v": 1}], mode="append")
+    assert second.sequence_lengths == [3, 2]
+    third = client.put_samples(second, partition, {"input_ids": [ints(), ints(9)]}, mode="append")
+    assert third.sequence_lengths == [3, 3]
+    assert rows(client, partition, ["a", "b"]) == [[1, 2, 3], [7, 8, 9]]
+    assert client.get_samples(["a", "b"], partition, ["seen"])["seen"].tolist() == [1, 1]
+    assert client.get_data(second, ["input_ids"])["input_ids"].unbind()[1].tolist() == [7, 8, 9]
+
+
+def test_a_field_that_is_new_to_some_rows(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(["a"], partition, {"input_ids": [ints(1)], "token_mask": [ints(1)]})
+    client.put_samples(["b"], partition, {"input_ids": [ints(2)]})
+    shared = Shared([ints(5, 6)], [0, 0])
+    more = {"input_ids": shared, "token_mask": [ints(0, 0), ints(1)], "fresh": [ints(4), ints(4)]}
+    client.put_samples(["a", "b"], partition, more, mode="append")
+    assert rows(client, partition, ["a", "b"]) == [[1, 5, 6], [2, 5, 6]]
+    assert rows(client, partition, ["b", "a"], "token_mask") == [[1], [1, 0, 0]]
+
+
+def test_finished_is_a_tag_that_predicates_see_with_the_last_piece(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(["a", "b"], partition, {"input_ids": [ints(1), ints(2)]}, tags=[{"finished": False}] * 2)
+    done = [("finished", "==", True)]
+    with pytest.raises(ClaimTimeoutError) as caught:
+        client.claim_meta(partition, "train", ["input_ids"], 1, timeout_s=0.1, where=done)
+    assert caught.value.filtered == {"finished == True": 2}
+    client.put_samples(["b"], partition, {"input_ids": [ints(3)]}, tags=[{"finished": True}], mode="append")
+    meta = client.claim_meta(partition, "train", ["input_ids"], 1, where=done)
+    assert meta.sample_ids == ["b"]
+    assert client.get_data(meta)["input_ids"].unbind()[0].tolist() == [2, 3]
+
+
+def test_tags_alone_and_dense_fields_alone(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(["a"], partition, {"input_ids": [ints(1)]}, mode="append")
+    client.put_samples(["a"], partition, tags=[{"n": 2}], mode="append")
+    client.put_samples(["a"], partition, {"seen": ints(4)}, mode="append")
+    assert client.list_samples(partition).tags == [{"n": 2}]
+    assert rows(client, partition, ["a"]) == [[1]]
+
+
+def test_through_a_stale_meta_nothing_is_appended(client: DataPlaneClient, partition: str) -> None:
+    meta = client.put_samples(["a"], partition, {"input_ids": [ints(1)]})
+    client.clear_samples(["a"], partition)
+    client.put_samples(["a"], partition, {"input_ids": [ints(5)]})
+    with pytest.raises(StaleSampleError, match="'a'"):
+        client.put_samples(meta, partition, {"input_ids": [ints(2)]}, mode="append")
+    assert rows(client, partition, ["a"]) == [[5]]
+
+
+def test_a_wrong_dtype_is_an_error_and_leaves_the_row(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(["a"], partition, {"input_ids": [ints(1)]})
+    with pytest.raises(ValueError, match="input_ids"):
+        client.put_samples(["a"], partition, {"input_ids": [torch.ones(2)]}, mode="append")
+    with pytest.raises(ValueError, match="append"):
+        client.put_samples(["a"], partition, {"input_ids": [ints(1)]}, mode="appendix")
+    assert rows(client, partition, ["a"]) == [[1]]
+
+
+def test_appends_of_two_clients_are_whole_and_each_in_its_order(
+    client: DataPlaneClient, partition: str, open_client: Callable[[], DataPlaneClient]
+) -> None:
+    def work(who: int) -> None:
+        mine = open_client()
+        for turn in range(10):
+            piece = [ints(who, turn, who), ints(who)]
+            while True:
+                try:
+                    mine.put_samples(["a", "b"], partition, {"input_ids": piece}, mode="append")
+                    break
+                except RowsChangedError:
+                    continue
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    long, short = rows(client, partition, ["a", "b"])
+    pieces = [tuple(long[i : i + 3]) for i in range(0, len(long), 3)]
+    assert all(piece[0] == piece[2] for piece in pieces)
+    assert short == [piece[0] for piece in pieces]
+    for who in (1, 2):
+        assert [turn for one, turn, _ in pieces if one == who] == list(range(10))
+
+
+def test_old_views_stay_as_they_were_and_no_bytes_are_lost(client: DataPlaneClient, partition: str) -> None:
+    def live() -> Any:
+        return sum(part.live_bytes for part in client.stats().partitions if part.partition == partition)
+
+    client.put_samples(["a"], partition, {"input_ids": [torch.arange(1000)]})
+    before = live()
+    view = client.get_samples(["a"], partition, ["input_ids"], copy=False)["input_ids"].unbind()[0]
+    for _ in range(5):
+        client.put_samples(["a"], partition, {"input_ids": [torch.arange(1000)]}, mode="append")
+    assert torch.equal(view, torch.arange(1000))
+    assert rows(client, partition, ["a"]) == [torch.arange(1000).repeat(6).tolist()]
+    assert live() <= 7 * before
+
+
+def test_rows_of_no_bytes_grow_too(client: DataPlaneClient, partition: str) -> None:
+    for count in (3, 0, 2):
+        client.put_samples(["a"], partition, {"empty": [torch.zeros(count, 0)]}, mode="append")
+    assert list(client.get_samples(["a"], partition, ["empty"])["empty"].unbind()[0].shape) == [5, 0]

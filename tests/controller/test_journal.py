@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from dataplane import DataPlaneClient, DataPlaneConfig, StateDirError, connect, serve
+from dataplane.config import MIB
 from dataplane.controller import journal as module
 from dataplane.controller.journal import END_NAME, FORMAT, LOG_NAME, Journal, Log
 from dataplane.core import failpoints
+from dataplane.core.memory_limits import AvailableMemory
+from dataplane.core.private_dir import own_directory
 from dataplane.core.types import PROTOCOL_VERSION
-from dataplane.errors import StateDirError
+from dataplane.errors import ArenaSpaceError, CapacityTimeoutError, StateDirError
+from dataplane.storage.arena_record import discard
+from dataplane.storage.unit import StorageUnit
+from tests.ports import free_ports
 
 
 def fill(journal: Journal) -> None:
@@ -332,3 +343,207 @@ def test_a_log_that_is_missing_or_empty_is_named_as_that(tmp_path: Path, left: b
         log.write_bytes(left)
     with pytest.raises(StateDirError, match=r"journal\.sqlite is missing, empty or damaged, and the last 2 records"):
         Journal.open(tmp_path / "state")
+
+
+# --- What a service and its storage units keep in a state directory is not lost to a wrong flag of
+# the next start.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Directories for the state and for arenas."""
+    for name in ("arenas", "others"):
+        (tmp_path / name).mkdir()
+    yield tmp_path
+    discard(tmp_path / "state", [tmp_path / "arenas", tmp_path / "others"])
+
+
+@pytest.mark.integration
+def test_rows_outlive_a_start_with_another_arena_directory(folder: Path) -> None:
+    right = {"capacity_bytes": MIB, "state_dir": str(folder / "state"), "arena_dir": str(folder / "arenas")}
+    with serve(right) as server, connect(server.address) as client:
+        client.register_partition("p", ["x"], None, ["train"])
+        client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+    for wrong in (right | {"arena_dir": str(folder / "others")}, right | {"arena_dir": "/dev/shm"}):
+        with pytest.raises(StateDirError, match=f"Start the unit with --arena-dir {folder / 'arenas'}"):
+            serve(wrong)
+    with serve(right) as server, connect(server.address) as client:
+        assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
+
+
+def unit_of(address: str, folder: Path) -> StorageUnit:
+    config = DataPlaneConfig(capacity_bytes=MIB, state_dir=str(folder / "state"), arena_dir=str(folder / "arenas"))
+    return StorageUnit(config, address, name="e")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "state").glob("unit-*")}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("durable", [True, False])
+def test_rows_outlive_a_start_of_their_unit_for_another_service(folder: Path, *, durable: bool) -> None:
+    with serve({"units": 0} | ({"state_dir": str(folder / "service")} if durable else {})) as own:
+        with unit_of(own.address, folder), connect(own.address) as client:
+            client.register_partition("p", ["x"], None, ["train"])
+            client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+        written = contents(folder)
+        with serve({"units": 0}) as other:
+            why = f" at {own.address}; this unit was started for .+ at {other.address}. Start the unit with the address"
+            with pytest.raises(StateDirError, match=why):
+                unit_of(other.address, folder).start()
+        assert contents(folder) == written
+        with unit_of(own.address, folder), connect(own.address) as client:
+            assert [unit.name for unit in client.stats().units] == ["e"]
+            assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
+
+
+@pytest.mark.integration
+def test_a_service_that_moved_is_the_same(folder: Path) -> None:
+    first = free_ports(4)
+    for port in (first, first + 2):
+        settings = {"units": 0, "port": port, "state_dir": str(folder / "service")}
+        with serve(settings) as server, unit_of(server.address, folder) as unit:
+            assert unit.number == 1
+
+
+@pytest.mark.integration
+def test_a_unit_of_a_service_that_began_anew_at_its_address_begins_anew_too(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_ports(2)
+    with (
+        serve({"units": 0, "port": port}) as server,
+        unit_of(server.address, folder),
+        connect(server.address) as client,
+    ):
+        client.register_partition("p", ["x"], None, ["train"])
+        client.put_samples(["a"], "p", {"x": torch.arange(1)})
+    written = contents(folder)
+    with (
+        serve({"units": 0, "port": port}) as server,
+        unit_of(server.address, folder),
+        connect(server.address) as client,
+    ):
+        assert [unit.live_bytes for unit in client.stats().units] == [0]
+    assert "It had no state directory, or the directory was emptied" in caplog.text
+    assert contents(folder) != written
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_unit_without_a_name_is_refused_where_its_rows_are_to_outlive_it(tmp_path: Path, name: str | None) -> None:
+    config = DataPlaneConfig(capacity_bytes=MIB, state_dir=str(tmp_path / "state"))
+    with pytest.raises(ValueError, match=r"needs a name.*tq unit --name"):
+        StorageUnit(config, "127.0.0.1:1", name=name)
+
+
+# --- Arenas whose directory has no space, or takes no writes: puts are told so, and everything else
+# goes on.
+
+
+CAPACITY = 100 * MIB
+SERVICE = {"capacity_bytes": CAPACITY}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 120 MiB of its own."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "none", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("this process may not mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)  # somebody may hold a view of an arena there still
+
+
+def row(nbytes: int, value: int = 1) -> dict[str, torch.Tensor]:
+    return {f"x{nbytes}": torch.full((1, nbytes), value, dtype=torch.uint8)}
+
+
+def works(client: DataPlaneClient, name: str) -> None:
+    """What there is space for is stored and read."""
+    client.put_samples([name], "p", row(MIB, 7))
+    assert client.get_samples([name], "p", [f"x{MIB}"])[f"x{MIB}"].sum() == 7 * MIB
+    client.clear_samples([name], "p")
+
+
+@pytest.mark.integration
+def test_a_full_disk_is_named_and_there_is_space_again_when_there_is(small_disk: Path) -> None:
+    with serve({**SERVICE, "arena_dir": str(small_disk)}) as server, connect(server.address) as client:
+        client.register_partition("p", [], None, ["t"], when_full="reject")
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes(40 * MIB))
+        with pytest.raises(CapacityTimeoutError, match=r"cannot grow: the arena needs .* bytes in") as caught:
+            client.put_samples(["large"], "p", row(80 * MIB))
+        assert str(small_disk) in str(caught.value)
+        works(client, "small")
+        assert f"in {small_disk}" in client.stats().units[0].problem
+        filler.unlink()
+        client.register_partition("p", [], None, ["t"])
+        client.put_samples(["large"], "p", row(80 * MIB))
+        assert client.stats().units[0].problem == ""
+
+
+@pytest.mark.integration
+def test_a_put_waits_for_space_on_the_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filler goes when the arena has been refused space twice, so that the put is served by a later try."""
+    refused: list[int] = []
+    filler = small_disk / "filler"
+    honest = os.posix_fallocate
+
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        if filler.exists():
+            refused.append(nbytes)
+            if len(refused) == 2:
+                filler.unlink()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(fd, offset, nbytes)
+
+    with serve({**SERVICE, "arena_dir": str(small_disk)}) as server, connect(server.address) as client:
+        client.register_partition("p", [], None, ["t"])
+        filler.touch()
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+        client.put_samples(["large"], "p", row(80 * MIB))
+        assert len(refused) == 2
+        assert not filler.exists()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_whatever_the_disk_says_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with serve({**SERVICE, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
+        client.register_partition("p", [], None, ["t"], when_full="reject")
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "posix_fallocate", fail)
+            with pytest.raises(CapacityTimeoutError) as caught:
+                client.put_samples(["large"], "p", row(80 * MIB))
+            assert os.strerror(number) in str(caught.value)
+            assert str(tmp_path) in str(caught.value)
+            works(client, "small")
+
+
+@pytest.mark.integration
+def test_a_memory_limit_that_others_use_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    with serve({**SERVICE, "arena_dir": str(tmp_path)}) as server, connect(server.address) as client:
+        client.register_partition("p", [], None, ["t"], when_full="reject")
+
+        def little(directory: Any) -> AvailableMemory:
+            return AvailableMemory(free_bytes=5, limit="the cgroup's memory limit of 9 bytes")
+
+        monkeypatch.setattr("dataplane.storage.arena.available_memory", little)
+        with pytest.raises(CapacityTimeoutError, match=r"5 free .the cgroup's memory limit of 9 bytes"):
+            client.put_samples(["large"], "p", row(80 * MIB))
+        works(client, "small")
+
+
+@pytest.mark.integration
+def test_a_disk_that_takes_no_writes_is_named_at_the_start(small_disk: Path) -> None:
+    folder = own_directory(small_disk)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ArenaSpaceError, match=r"Read-only file system") as caught:
+        serve({**SERVICE, "arena_dir": str(small_disk)})
+    assert caught.value.directory == str(folder)

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import stat
-from collections import Counter
+import subprocess
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from dataplane import connect, serve
 from dataplane.client.rpc import handshake, pending_calls
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.config import DataPlaneConfig
+from dataplane.controller import controller as controller_module
 from dataplane.controller import zmq_server
 from dataplane.controller.controller import Controller
-from dataplane.controller.requests import Facts, Reply
+from dataplane.controller.event_loop import LedgerThread
+from dataplane.controller.requests import Facts, Reply, message_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core import zmq_io
+from dataplane.core.addresses import split_address
+from dataplane.errors import DataPlaneError, InvalidRequestError, ServiceUnavailableError
+from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
+from tests.controller.service import ScriptedLedger
+from tests.ledger.driver import Driver
+from tests.ledger.fingerprint import fingerprint
+from tests.ledger.test_replay import a_busy_day
+from tests.ports import free_ports
 from tests.tls_hello import hello
 
 pytestmark = pytest.mark.integration
+
 
 WAIT_MS = 20_000
 CALLS = 20
@@ -223,3 +239,231 @@ def queue_of_port(port: int) -> int:
                     info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
                     return int.from_bytes(info[28:32], "little")  # tcpi_sacked: of a listener its backlog
     raise AssertionError(f"nothing of this process listens on port {port}")
+
+
+# --- Requests that share a message, and replies that share one: each has the outcome that it has
+# alone.
+
+
+class Link:
+    """A service whose ledger runs in this thread, and one socket for each session."""
+
+    def __init__(self) -> None:
+        self.server = ZmqServer("127.0.0.1", 0)
+        self.facts = Facts(address="here:1", epoch=7, host="host", endpoints=self.server.endpoints, heartbeat_s=1.0)
+        self.server.introduce(self.facts)
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._dealers: dict[int, Socket] = {}
+
+    def dealer(self, session: int) -> Socket:
+        if session not in self._dealers:
+            self._dealers[session] = dealer_socket(self._context, self.server.endpoints[0])
+        return self._dealers[session]
+
+    def serve(self, shell: LedgerThread, session: int, messages: list[list[bytes]]) -> None:
+        """Send the messages and have them handled."""
+        for frames in messages:
+            self.dealer(session).send_multipart(frames)
+        for _ in messages:
+            assert self.server.socket.poll(WAIT_MS)
+            assert self.server.serve(shell)
+
+    def replies(self, session: int, count: int) -> list[list[zmq_frames.Reply]]:
+        """The replies of each message that came, until they are `count`."""
+        came: list[list[zmq_frames.Reply]] = []
+        while sum(map(len, came)) < count:
+            assert self.dealer(session).poll(WAIT_MS)
+            came.append(zmq_frames.Reply.parse(self.dealer(session).recv_multipart()))
+        return came
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self.server.close()
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link()
+    yield link
+    link.close()
+
+
+def as_reply(output: c.Answer, facts: Facts) -> zmq_frames.Reply:
+    try:
+        frames = zmq_frames.answer(output.number, message_of(output, facts).SerializeToString())
+    except DataPlaneError as error:
+        frames = zmq_frames.refusal(output.number, error)
+    return zmq_frames.Reply.parse(frames)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_history_in_shared_messages_has_the_outcome_of_one_in_single_messages(link: Link, seed: int) -> None:
+    driver = Driver(capacity=64 * 1024)
+    a_busy_day(driver, seed, 200)
+    alone = Ledger(7, **driver.settings)
+    expected: dict[int, list[zmq_frames.Reply]] = defaultdict(list)
+    for item in driver.log:
+        for output in alone.apply(item):
+            if isinstance(output, c.Answer):
+                expected[output.session].append(as_reply(output, link.facts))
+
+    together = Ledger(7, **driver.settings)
+    shell = LedgerThread(together, link.server, link.facts, clock=lambda: 0.0)
+    chance = random.Random(seed)
+    left = list(driver.log)
+    while left:
+        first = left.pop(0)
+        if not isinstance(first, c.Call):
+            shell.handle(first, None)
+            continue
+        calls = [first]
+        most = chance.randrange(1, 80)
+        while left and isinstance(left[0], c.Call) and left[0].session == first.session and len(calls) < most:
+            calls.append(left.pop(0))
+        link.serve(shell, first.session, list(zmq_frames.messages(zmq_frames.request(call) for call in calls)))
+    assert fingerprint(together) == fingerprint(alone)
+    assert expected
+    for session, replies in expected.items():
+        came = [each for message in link.replies(session, len(replies)) for each in message]
+        assert sorted(came, key=repr) == sorted(replies, key=repr)
+
+
+def seals(*numbers: int, session: int = 3) -> list[list[bytes]]:
+    return [
+        zmq_frames.request(c.Call(session=session, number=number, watermark=1, command=c.Seal(partition="p")))
+        for number in numbers
+    ]
+
+
+def test_a_malformed_request_spoils_no_other_of_its_message(link: Link) -> None:
+    ledger = ScriptedLedger()
+    shell = LedgerThread(ledger, link.server, link.facts)
+    (message,) = zmq_frames.messages([*seals(1), [b"Units", b"\xff\xff"], *seals(2)])
+    link.serve(shell, 3, [message])
+    (replies,) = link.replies(3, 3)
+    assert [reply.number for reply in replies] == [1, 0, 2]
+    with pytest.raises(InvalidRequestError, match="not a Units message"):
+        replies[1].good_body()
+    assert [call.number for call in ledger.of(c.Seal)] == [1, 2]
+
+
+# --- The controller as a whole: where it listens, what it imports, and that it ends.
+
+
+CONFIG = DataPlaneConfig(heartbeat_s=0.1)
+
+
+def test_it_listens_where_it_is_told() -> None:
+    port = free_ports(2)
+    with Controller(replace(CONFIG, port=port)) as controller:
+        assert controller.address == f"127.0.0.1:{port}"
+        for each in (port, port + 1):
+            socket.create_connection(("127.0.0.1", each), timeout=5).close()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["grpc", "zmq"])
+def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(which: int) -> None:
+    port = free_ports(2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + which))
+        taken.listen()
+        with pytest.raises(OSError, match=f"cannot listen on 127.*:{port + which}"):
+            Controller(replace(CONFIG, port=port)).start()
+    with Controller(replace(CONFIG, port=port)):
+        pass
+
+
+def test_two_services_never_share_a_port() -> None:
+    with Controller(CONFIG) as first:
+        port = split_address(first.address)[1]
+        with pytest.raises(OSError, match="cannot listen"):
+            Controller(replace(CONFIG, port=port)).start()
+
+
+def test_beyond_loopback_it_needs_a_token_and_gives_an_address_for_others() -> None:
+    with pytest.raises(ValueError, match="a token"):
+        Controller(replace(CONFIG, host="0.0.0.0")).start()
+    with Controller(replace(CONFIG, host="0.0.0.0", token="secret")) as controller:
+        host, port = split_address(controller.address)
+        assert host != "0.0.0.0"
+        channel = ControllerChannel.open(replace(CONFIG, address=f"127.0.0.1:{port}", token="secret"))
+        channel.call(c.Units())
+        channel.close()
+
+
+def test_beyond_loopback_without_any_guard_it_must_be_told_to_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with serve({"host": "0.0.0.0", "insecure": True, "capacity_bytes": 1 << 20}) as server:
+        assert [record.message for record in caplog.records if "insecure" in record.message] == [
+            "insecure: any client that can connect to 0.0.0.0 can read, change and drop all data of this service"
+        ]
+        port = split_address(server.address)[1]
+        connect(f"127.0.0.1:{port}").close()
+    caplog.clear()
+    with Controller(replace(CONFIG, insecure=True)):
+        assert "insecure" not in caplog.text
+
+
+def test_stopping_ends_everything_and_answers_parked_calls() -> None:
+    ledger = ScriptedLedger(lambda call: None)
+    controller = Controller(CONFIG, ledger=ledger, epoch=1).start()
+    address = controller.address
+    controller.stop()
+    controller.stop()
+    with pytest.raises(ServiceUnavailableError):
+        ControllerChannel.open(replace(CONFIG, address=address))
+
+
+def test_epochs_grow_from_run_to_run() -> None:
+    epochs = []
+    for _ in range(2):
+        with Controller(CONFIG) as controller:
+            channel = ControllerChannel.open(replace(CONFIG, address=controller.address))
+            epochs.append(channel.epoch)
+            channel.close()
+    assert epochs[0] < epochs[1]
+
+
+def imported_after(code: str) -> set[str]:
+    script = code + "\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+def test_the_controller_imports_no_torch_and_leaves_the_environment_alone() -> None:
+    modules = imported_after(
+        "import os; before = dict(os.environ)\n"
+        "from dataplane.config import DataPlaneConfig; from dataplane.controller.controller import Controller\n"
+        "Controller(DataPlaneConfig()).start().stop()\n"
+        "assert dict(os.environ) == before"
+    )
+    assert "grpc" in modules
+    assert not modules & {"torch", "tensordict", "ray"}
+
+
+def test_a_client_imports_no_grpc() -> None:
+    modules = imported_after("import dataplane.client.rpc.channel, dataplane.client.rpc.async_channel")
+    assert "zmq" in modules
+    assert not modules & {"grpc", "torch", "ray"}
+
+
+def test_a_service_with_state_keeps_its_port(tmp_path: Path) -> None:
+    config = DataPlaneConfig(state_dir=str(tmp_path))
+    with Controller(config) as first:
+        address = first.address
+    with Controller(config) as second:
+        assert second.address == address
+        assert second.recovered
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert int(address.rpartition(":")[2]) + 1 < first_ephemeral
+
+
+def test_a_port_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "PORT_WAIT_S", 0.0)
+    config = DataPlaneConfig(state_dir=str(tmp_path))
+    with Controller(config) as first:
+        host, _, port = first.address.rpartition(":")
+    taken = f"had port {port} before, and clients reconnect to it"
+    with socket.create_server((host, int(port))), pytest.raises(OSError, match=taken):
+        Controller(config).start()
+    with Controller(config) as again:
+        assert again.address == f"{host}:{port}"

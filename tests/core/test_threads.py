@@ -27,7 +27,7 @@ from tests.restarts import WAIT_S
 # --- fan out
 
 
-WAIT_S_OF_FAN_OUT = 60.0
+MEET_S = 60.0
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_jobs_run_at_the_same_time_and_results_come_in_order(together):
     meet = threading.Barrier(4)
 
     def job(number):
-        meet.wait(WAIT_S_OF_FAN_OUT)
+        meet.wait(MEET_S)
         return number
 
     assert together.run([lambda n=n: job(n) for n in range(4)]) == [0, 1, 2, 3]
@@ -56,13 +56,13 @@ def test_an_error_is_raised_when_the_others_have_ended_and_no_more_begin(togethe
     begun, failing, ended = threading.Barrier(4), threading.Event(), []
 
     def fails():
-        begun.wait(WAIT_S_OF_FAN_OUT)
+        begun.wait(MEET_S)
         failing.set()
         raise OSError("broken")
 
     def goes_on():
-        begun.wait(WAIT_S_OF_FAN_OUT)
-        assert failing.wait(WAIT_S_OF_FAN_OUT)
+        begun.wait(MEET_S)
+        assert failing.wait(MEET_S)
         ended.append("well")
 
     with pytest.raises(OSError, match="broken"):
@@ -74,12 +74,12 @@ def test_an_interrupt_waits_for_the_others(together):
     begun, may_end, ended = threading.Barrier(2), threading.Event(), []
 
     def other():
-        begun.wait(WAIT_S_OF_FAN_OUT)
-        assert may_end.wait(WAIT_S_OF_FAN_OUT)
+        begun.wait(MEET_S)
+        assert may_end.wait(MEET_S)
         ended.append(threading.current_thread())
 
     def interrupted():
-        begun.wait(WAIT_S_OF_FAN_OUT)
+        begun.wait(MEET_S)
         may_end.set()
         raise KeyboardInterrupt
 
@@ -115,13 +115,13 @@ def test_an_interrupt_between_jobs_is_waited_for_by_nobody(together, monkeypatch
 
     def run():
         try:
-            together.run([lambda: interrupted.wait(WAIT_S_OF_FAN_OUT)] * 2)
+            together.run([lambda: interrupted.wait(MEET_S)] * 2)
         except KeyboardInterrupt:
             outcomes.append("interrupted")
 
     caller = threading.Thread(target=run, daemon=True)
     caller.start()
-    caller.join(WAIT_S_OF_FAN_OUT)
+    caller.join(MEET_S)
     assert outcomes == ["interrupted"]
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811
 """Small parts that hold values: buffers, checksums, copies of rows, durations, numbers, specs of fields."""
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from dataplane.errors import InvalidRequestError
 from dataplane.training.replay_buffer import ReplayBuffer
 from dataplane.training.staleness import Windowed
 from tests.fake_gpu import CPU as GPU
-from tests.fake_gpu import FakeGpu, _copying
+from tests.fake_gpu import FakeGpu, _copying, fake_gpu
 from tests.profiles import budget
 from workers.messages.async_work import AsyncWork
 from workers.training.replica_group import Deadline

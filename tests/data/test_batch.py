@@ -1,7 +1,11 @@
+""""""
+
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +13,12 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from dataplane.core.devices import CPU
+from dataplane.core.types import DTYPE_BYTES
 from dataplane.data.batch import BatchedDataDict, materialize
-from dataplane.data.jagged import is_jagged
+from dataplane.data.columns.values import FlatValues, JoinedValues, ListValues, TensorValues
+from dataplane.data.jagged import is_jagged, jagged_from_values
+from dataplane.data.tensor_memory import DTYPE_NAMES, TORCH_DTYPES, tensor_from_numpy, writable_alias
 from tests.data.columns_helpers import nested_of, same_rows
 
 ROWS = [torch.arange(3), torch.zeros(0, dtype=torch.int64), torch.arange(5), torch.arange(1)]
@@ -446,3 +454,173 @@ def test_rows_of_nested_tensors_that_are_not_jagged_are_selected_as_a_list(layou
     ):
         assert isinstance(changed["x"], list)
         assert same_rows(changed["x"], [rows[number] for number in numbers])
+
+
+# --- Pickles of batches carry the rows of the batch, not the memory that it is a slice of.
+
+
+PICKLED = 64
+WIDTH = 4096
+ROW_BYTES = 4 * WIDTH
+OVERHEAD_BYTES = 8192
+"""More than a pickle of a few small tensors takes beside their elements."""
+
+Batch = BatchedDataDict[Any]
+
+
+def whole_batch() -> Batch:
+    """A padded column of 1 MiB, and the same rows as a list and as a jagged column."""
+    padded = torch.arange(PICKLED * WIDTH, dtype=torch.int32).reshape(PICKLED, WIDTH)
+    jagged = jagged_from_values(padded.reshape(-1), torch.arange(PICKLED + 1) * WIDTH)
+    return BatchedDataDict({"padded": padded, "list": list(padded.unbind()), "jagged": jagged})
+
+
+PARTS: dict[str, Callable[[Batch], Batch]] = {
+    "slice": lambda batch: batch.slice(3, 5),
+    "chunk": lambda batch: batch.chunk(1, PICKLED // 2),
+    "get_batch": lambda batch: batch.get_batch(2, 2),
+    "micro-batch": lambda batch: next(batch.make_microbatch_iterator(2)),
+    "select_indices": lambda batch: batch.select_indices([7, 9]),
+}
+
+
+@pytest.mark.parametrize("part_of", PARTS.values(), ids=PARTS)
+def test_a_pickled_part_carries_its_own_rows_only(part_of: Callable[[Batch], Batch]) -> None:
+    part = part_of(whole_batch())
+    pickled = pickle.dumps(part)
+    assert len(pickled) < len(part) * 2 * ROW_BYTES + OVERHEAD_BYTES  # two rows in each column
+    again = pickle.loads(pickled)
+    assert torch.equal(again["padded"], part["padded"])
+    assert torch.equal(torch.stack(again["list"]), part["padded"])
+    assert torch.equal(again["jagged"].values(), part["padded"].reshape(-1))
+
+
+def test_truncated_rows_are_pickled_as_they_are() -> None:
+    batch: Batch = BatchedDataDict({"padded": torch.ones(PICKLED, WIDTH)})
+    batch.truncate_tensors(1, 8)
+    pickled = pickle.dumps(batch)
+    assert len(pickled) < PICKLED * 8 * 4 + OVERHEAD_BYTES
+    assert torch.equal(pickle.loads(pickled)["padded"], torch.ones(PICKLED, 8))
+
+
+def test_a_jagged_column_over_a_part_of_a_larger_memory_is_pickled_without_the_rest() -> None:
+    memory = torch.arange(10 * WIDTH, dtype=torch.int32)
+    values = memory[WIDTH : 2 * WIDTH]
+    batch: Batch = BatchedDataDict({"x": jagged_from_values(values, torch.tensor([0, 5, WIDTH]))})
+    pickled = pickle.dumps(batch)
+    assert len(pickled) < ROW_BYTES + OVERHEAD_BYTES
+    assert same_rows(pickle.loads(pickled)["x"], list(batch["x"].unbind()))
+
+
+def test_a_jagged_column_with_holes_keeps_its_rows() -> None:
+    memory = torch.arange(10 * WIDTH, dtype=torch.int32)
+    lengths = torch.tensor([2, 3])
+    column = jagged_from_values(memory[:WIDTH], torch.tensor([0, 5, WIDTH]), lengths=lengths)
+    pickled = pickle.dumps(BatchedDataDict({"x": column}))
+    assert len(pickled) < ROW_BYTES + OVERHEAD_BYTES
+    assert same_rows(pickle.loads(pickled)["x"], [memory[:2], memory[5:8]])
+
+
+def test_columns_that_share_a_tensor_share_it_after_pickling() -> None:
+    memory = torch.arange(1000.0)
+    offsets = torch.arange(PICKLED + 1)
+    piece = memory[:PICKLED]
+    values_a = memory[100 : 100 + PICKLED]
+    values_b = memory[200 : 200 + PICKLED]
+    batch: Batch = BatchedDataDict(
+        {
+            "a": jagged_from_values(values_a, offsets),
+            "b": jagged_from_values(values_b, offsets),
+            "c": piece,
+            "d": piece,
+            "list": [piece] * PICKLED,
+        }
+    )
+    batch.micro_batch_lengths = [[4]]
+    for again in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
+        assert torch.equal((again["a"] + again["b"]).values(), values_a + values_b)
+        assert again["c"] is again["d"]
+        assert all(row is again["c"] for row in again["list"])
+        assert again.micro_batch_lengths == [[4]]
+    assert batch["c"] is piece  # the pickled batch itself is unchanged
+
+
+def test_a_copied_view_requires_a_gradient_as_before() -> None:
+    weighted = torch.ones(PICKLED, 2).requires_grad_()
+    batch: Batch = BatchedDataDict({"x": weighted, "y": torch.ones(PICKLED)})
+    again = pickle.loads(pickle.dumps(batch.slice(0, 2)))
+    assert again["x"].requires_grad
+    assert not again["y"].requires_grad
+    assert torch.equal(again["x"], torch.ones(2, 2))
+
+
+def test_a_sparse_column_is_pickled_unchanged() -> None:
+    batch: Batch = BatchedDataDict({"x": torch.eye(4).to_sparse()})
+    again = pickle.loads(pickle.dumps(batch))["x"]
+    assert again.is_sparse
+    assert torch.equal(again.to_dense(), torch.eye(4))
+
+
+# --- The values of several columns behave like those of one column.
+
+
+JOINED = [[1, 2, 3], [], [4], [5, 6], [], [7, 8, 9, 10]]
+
+
+def bytes_of(rows: list[list[int]]) -> bytes:
+    return b"".join(np.array(row, np.int16).tobytes() for row in rows)
+
+
+@pytest.fixture
+def joined() -> JoinedValues:
+    """`ROWS`, in columns of three kinds and one without values."""
+    flat = np.frombuffer(bytes_of(JOINED[3:5]), np.uint8)
+    return JoinedValues(
+        [
+            ListValues([torch.tensor(row, dtype=torch.int16) for row in JOINED[:3]]),
+            ListValues([]),
+            FlatValues(flat, np.array([0, 4]), np.array([4, 0])),
+            TensorValues(torch.tensor(JOINED[5], dtype=torch.int16), np.array([0]), np.array([4])),
+        ]
+    )
+
+
+RANGES = list(itertools.combinations_with_replacement(range(len(JOINED) + 1), 2))
+
+
+@pytest.mark.parametrize(("first", "last"), RANGES)
+def test_ranges_cross_columns(joined: JoinedValues, first: int, last: int) -> None:
+    expected = bytes_of(JOINED[first:last])
+    target = np.zeros(len(expected), np.uint8)
+    joined.write(first, last, target)
+    assert target.tobytes() == expected
+    assert b"".join(buffer.tobytes() for buffer in joined.buffers(first, last)) == expected
+    assert joined.sizes[first:last].tolist() == [2 * len(row) for row in JOINED[first:last]]
+
+
+def test_values_are_taken_and_checked(joined: JoinedValues) -> None:
+    taken = joined.take(np.array([5, 0, 3]))
+    target = np.zeros(int(taken.sizes.sum()), np.uint8)
+    taken.write(0, 3, target)
+    assert target.tobytes() == bytes_of([JOINED[5], JOINED[0], JOINED[3]])
+    alone = ListValues([torch.tensor(row, dtype=torch.int16) for row in JOINED])
+    assert joined.checksums().tolist() == alone.checksums().tolist()
+    assert joined.device == CPU
+
+
+# --- tensor memory
+
+
+def test_dtypes_by_name() -> None:
+    assert set(TORCH_DTYPES) == set(DTYPE_BYTES) == set(DTYPE_NAMES.values())
+    for name, dtype in TORCH_DTYPES.items():
+        assert str(dtype) == f"torch.{name}"
+        assert dtype.itemsize == DTYPE_BYTES[name]
+
+
+def test_read_only_memory_without_a_warning_and_kept_alive() -> None:
+    array = np.frombuffer(bytes(range(8)), dtype=np.uint8)
+    assert tensor_from_numpy(array).tolist() == list(range(8))
+    alias = writable_alias(array)
+    assert alias.__array_interface__["data"] == (array.__array_interface__["data"][0], False)
+    assert tensor_from_numpy(np.arange(3, dtype=">i8")).tolist() == [0, 1, 2]

@@ -6,9 +6,12 @@ No cluster is here: schemas stand in for the first, and what they do not know is
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 import yaml
 
 from dataplane.cli.output import size
+from dataplane.core.metrics import CATALOGUE
 from tests.deploy.manifests import DEPLOY, ROOT, Document, containers, documents, pod_templates, tq_commands
 from tests.documents import flags_of
 
@@ -288,3 +292,212 @@ def test_compose_gives_units_more_shared_memory_than_capacity() -> None:
     for unit in units:
         (capacity,) = [word.partition("=")[2] for word in unit["command"] if word.startswith("--capacity=")]
         assert default(capacity) < default(unit["shm_size"])
+
+
+# --- deploy/prometheus and deploy/grafana: what they name is exported, and what Prometheus' own tool
+# says of them.
+
+
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+GRAFANA = ROOT / "deploy" / "grafana"
+RULES = yaml.safe_load((PROMETHEUS / "tq.rules.yml").read_text(encoding="utf-8"))
+DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "dashboards" / "tq.json").read_text(encoding="utf-8"))
+ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+OTHERS = {"up", "process_resident_memory_bytes"}
+OF_SCRAPES = {"job", "instance"}
+promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
+
+
+def exported() -> dict[str, set[str]]:
+    """Every series that there is, with its labels."""
+    found: dict[str, set[str]] = {"up": set(), "process_resident_memory_bytes": set()}
+    for family in CATALOGUE:
+        if family.kind == "histogram":
+            found |= {f"{family.name}_{part}": set(family.labels) for part in ("sum", "count")}
+            found[f"{family.name}_bucket"] = {*family.labels, "le"}
+        else:
+            found[family.name] = set(family.labels)
+    return found
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, PromQL) of everything that is asked."""
+    for alert in ALERTS:
+        yield alert["alert"], alert["expr"]
+    for panel in PANELS:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["name"], re.sub(r"label_values\((\w+), (\w+)\)", r'\1{\2="x"}', variable["query"]["query"])
+
+
+ASKED = list(expressions())
+
+
+@pytest.mark.parametrize(("where", "expr"), ASKED, ids=[f"{where}-{n}" for n, (where, _) in enumerate(ASKED)])
+def test_what_is_asked_for_is_exported(where: str, expr: str) -> None:
+    known = exported()
+    named = set(re.findall(r"\b(?:tq_\w+|up|process_\w+)\b", re.sub(r'"[^"]*"', "", expr)))
+    assert named
+    assert named <= set(known), f"{where}: nobody exports {named - set(known)}"
+    for name, matchers in re.findall(r"\b(tq_\w+)\{([^}]*)\}", expr):
+        labels = set(re.findall(r"(\w+)\s*[=!]~?\s*\"", matchers))
+        assert labels <= known[name] | OF_SCRAPES, f"{where}: {name} has no label {labels - known[name]}"
+    allowed = set.union(*(known[name] for name in named)) | OF_SCRAPES
+    for grouped in re.findall(r"\b(?:by|on) \(([^)]*)\)", expr):
+        assert set(re.split(r",\s*", grouped)) <= allowed, where
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=[alert["alert"] for alert in ALERTS])
+def test_an_alert_names_labels_that_its_metric_has(alert: dict[str, Any]) -> None:
+    known = exported()
+    named = set(re.findall(r"\b(?:tq_\w+|up)\b", re.sub(r'"[^"]*"', "", alert["expr"])))
+    allowed = set.union(*(known[name] for name in named)) | OF_SCRAPES
+    shown = set(re.findall(r"\$labels\.(\w+)", json.dumps(alert["annotations"])))
+    assert shown <= allowed
+    assert alert["labels"]["severity"] in {"critical", "warning"}
+    assert alert["annotations"]["summary"]
+
+
+def test_the_manual_says_what_to_do_about_every_alert() -> None:
+    manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(Tq\w+)` \|", manual, re.M) == [alert["alert"] for alert in ALERTS]
+
+
+def test_jobs_are_called_as_the_rules_call_them() -> None:
+    jobs = {name for _, expr in ASKED for name in re.findall(r'job="([^"]+)"', expr)}
+    scraped = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    assert jobs <= {config["job_name"] for config in scraped}
+    (in_kubernetes,) = yaml.safe_load((PROMETHEUS / "kubernetes.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    relabelled = [rule for rule in in_kubernetes["relabel_configs"] if rule.get("target_label") == "job"]
+    assert jobs <= {rule["replacement"] for rule in relabelled}
+
+
+def test_panels_of_the_dashboard_lie_beside_each_other() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_dashboard_is_found_where_it_is_mounted() -> None:
+    sources = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text(encoding="utf-8"))
+    (source,) = sources["datasources"]
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["current"]["value"] == source["uid"]
+    used = {panel["datasource"]["uid"] for panel in PANELS}
+    assert used == {"${datasource}"}
+    providers = yaml.safe_load((GRAFANA / "provisioning/dashboards/tq.yml").read_text(encoding="utf-8"))["providers"]
+    assert [provider["options"]["path"] for provider in providers] == ["/var/lib/grafana/dashboards"]
+
+
+def run(*command: object, at: Path) -> None:
+    done = subprocess.run([str(part) for part in command], cwd=at, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.integration
+@promtool
+def test_prometheus_takes_the_rules_and_they_fire_when_they_should() -> None:
+    run("promtool", "check", "rules", "tq.rules.yml", at=PROMETHEUS)
+    run("promtool", "test", "rules", "tq.rules.test.yml", at=PROMETHEUS)
+
+
+@pytest.mark.integration
+@promtool
+@pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
+def test_prometheus_takes_the_scrape_configuration(name: str, tmp_path: Path) -> None:
+    """Debian's Prometheus is built without Kubernetes: what is said about that is not for it."""
+    config = yaml.safe_load((PROMETHEUS / name).read_text(encoding="utf-8"))
+    (tmp_path / "token").write_text("secret")
+    shutil.copy(PROMETHEUS / "tq.rules.yml", tmp_path)
+    for scraped in config["scrape_configs"]:
+        scraped["authorization"]["credentials_file"] = str(tmp_path / "token")
+        scraped.pop("kubernetes_sd_configs", None)
+    (tmp_path / name).write_text(yaml.safe_dump(config))
+    run("promtool", "check", "config", name, at=tmp_path)
+
+
+@pytest.mark.integration
+@promtool
+def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
+    rules = [{"record": f"x{number}", "expr": expr} for number, (_, expr) in enumerate(ASKED)]
+    text = yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}).replace("$__rate_interval", "1m")
+    (tmp_path / "all.yml").write_text(text)
+    run("promtool", "check", "rules", "all.yml", at=tmp_path)
+
+
+# --- Linters look at the image file and at every script in deploy/, and the image file names what is
+# in this tree.
+
+
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+BINARIES = Path(sys.executable).parent
+SCRIPTS = sorted(
+    path
+    for path in DEPLOY.rglob("*")
+    if path.is_file() and path.read_bytes().startswith((b"#!/bin/sh", b"#!/usr/bin/env bash"))
+)
+
+
+def lint(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.integration
+def test_the_image_file() -> None:
+    lint([BINARIES / "hadolint", DOCKERFILE])
+
+
+@pytest.mark.integration
+def test_the_linter_of_image_files_refuses_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN cd /tmp && sudo ls\n")
+    with pytest.raises(AssertionError, match="DL3004"):
+        lint([BINARIES / "hadolint", tmp_path / "Dockerfile"])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("path", SCRIPTS, ids=[path.name for path in SCRIPTS])
+def test_a_script(path: Path) -> None:
+    lint([BINARIES / "shellcheck", path])
+
+
+def test_there_are_scripts() -> None:
+    assert [path.name for path in SCRIPTS] == ["tq.sbatch"]
+
+
+def test_what_the_image_copies_is_let_through() -> None:
+    """`.dockerignore` keeps everything out but what it names."""
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    allowed = {line[1:] for line in ignore if line.startswith("!")}
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(encoding="utf-8"), re.M)
+    names = {name for words in copied for name in words.split()}
+    assert names == allowed
+    assert all((ROOT / name).exists() for name in names)
+
+
+def test_the_image_has_the_pinned_ray_and_torch() -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    for name, package in (("ray", r'"ray\[default\]==([\d.]+)"'), ("torch", r"torch==([\d.]+)\n")):
+        assert [f"{name}=={version}" for version in re.findall(package, text)] == [
+            pin for pin in pins if pin.startswith(f"{name}==")
+        ]
+
+
+def test_nothing_is_pinned_twice() -> None:
+    def pins(path: Path) -> dict[str, str]:
+        found = (line.split("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
+        return {name.lower().replace("_", "-"): version for name, version in found}
+
+    added = pins(DEPLOY / "docker" / "constraints.txt")
+    assert "aiohttp-cors" in added
+    assert not set(added) & set(pins(ROOT / "constraints.txt"))

@@ -1,8 +1,12 @@
 """Payloads by transfer engine: what passes, what is refused, and that nothing lands where it may not."""
 
+from __future__ import annotations
+
+import logging
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,15 +15,15 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.errors import ClientClosedError, SessionExpiredError, StorageUnitError, from_wire
 from dataplane.ledger.commands import FenceSession, SessionGone
 from dataplane.protocol.pb import bulk_pb2 as pb
+from dataplane.storage.server import BulkServer
 from dataplane.storage.transport.mooncake import engine_transport, peers
 from dataplane.storage.transport.mooncake.engine_transport import ClientEngine, EngineTransport, UnitEngine, open_slots
-from dataplane.storage.transport.mooncake.slots import SLOT_BYTES, TAG_BYTES, Slots
+from dataplane.storage.transport.mooncake.slots import SLOT_BYTES, SLOTS, TAG_BYTES, Slots
 from dataplane.storage.transport.request_chunks import CHUNK_BYTES, READ_BYTES
+from tests.alone import alone
 from tests.restarts import wait_until
 from tests.storage.engine_under_test import require_engine, use_at_once
 from tests.storage.unit_under_test import UNIT, WAIT_S, Peer, Process, Unit, noise
-
-pytestmark = pytest.mark.integration
 
 CONFIG = DataPlaneConfig(bulk_transport="mooncake")
 
@@ -121,6 +125,7 @@ def write_of(source, offset=0, **more):
 # --- what passes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_more_than_any_request_takes_there_and_back(unit, connection, counts):
     data = noise(10 * MIB + 77)
     connection.write([64], [data], reservation=1, timeout_s=WAIT_S)
@@ -131,6 +136,7 @@ def test_more_than_any_request_takes_there_and_back(unit, connection, counts):
     assert counts["fetched"] == -(-len(data) // READ_BYTES)
 
 
+@pytest.mark.integration
 def test_scattered_rows_some_of_them_empty(unit, connection, counts):
     rng = np.random.default_rng(1)
     sizes = rng.integers(0, 200_000, 60)
@@ -147,6 +153,7 @@ def test_scattered_rows_some_of_them_empty(unit, connection, counts):
     assert counts["fetched"]
 
 
+@pytest.mark.integration
 def test_nothing_to_move_asks_nobody(connection, counts):
     connection.write([], [], reservation=1, timeout_s=WAIT_S)
     connection.write([5], [b""], reservation=1, timeout_s=WAIT_S)
@@ -154,6 +161,7 @@ def test_nothing_to_move_asks_nobody(connection, counts):
     assert not counts
 
 
+@pytest.mark.integration
 def test_two_clients_of_several_threads(unit, counts):
     def work(connection, number):
         data = noise(MIB, seed=number)
@@ -172,6 +180,7 @@ def test_two_clients_of_several_threads(unit, counts):
     assert counts["fetched"] > 0
 
 
+@pytest.mark.integration
 def test_a_client_without_an_engine_talks_zmq_to_the_same_unit(unit, counts):
     with unit.connect("tcp") as plain:
         plain.write([0], [noise(MIB)], reservation=1, timeout_s=WAIT_S)
@@ -179,6 +188,7 @@ def test_a_client_without_an_engine_talks_zmq_to_the_same_unit(unit, counts):
     assert not counts
 
 
+@pytest.mark.integration
 def test_small_payloads_go_in_frames(connection, counts, monkeypatch):
     monkeypatch.setattr(engine_transport, "FROM_BYTES", 1000)
     connection.write([0], [noise(999)], reservation=1, timeout_s=WAIT_S)
@@ -189,6 +199,7 @@ def test_small_payloads_go_in_frames(connection, counts, monkeypatch):
 # --- fences and stops -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_a_fence_waits_for_no_transfer_and_nothing_lands_after_it(unit, connection, held):
     outcome = in_thread(connection.write, [0], [noise(MIB)], reservation=1, timeout_s=WAIT_S)
     assert held.begun.wait(WAIT_S)
@@ -199,6 +210,7 @@ def test_a_fence_waits_for_no_transfer_and_nothing_lands_after_it(unit, connecti
     assert not unit.arena.data[:MIB].any()
 
 
+@pytest.mark.integration
 def test_what_is_fetched_of_a_stopped_put_does_not_land(unit, connection, held):
     outcome = in_thread(connection.write, [0], [noise(MIB)], reservation=5, timeout_s=WAIT_S)
     assert held.begun.wait(WAIT_S)
@@ -208,6 +220,7 @@ def test_what_is_fetched_of_a_stopped_put_does_not_land(unit, connection, held):
     assert not unit.arena.data[:MIB].any()
 
 
+@pytest.mark.integration
 def test_a_slot_used_again_after_a_failed_call_spoils_only_its_own_put(unit, connection, held):
     """The client gives up, stops the put, and fills the same slots anew; the unit fetches from them late."""
     outcome = in_thread(connection.write, [0], [noise(MIB)], reservation=5, timeout_s=0.2)
@@ -220,6 +233,7 @@ def test_a_slot_used_again_after_a_failed_call_spoils_only_its_own_put(unit, con
     assert unit.arena.data[2 * MIB : 3 * MIB].tobytes() == noise(MIB, seed=2).tobytes()
 
 
+@pytest.mark.integration
 def test_a_session_fenced_while_it_fetches_is_told_so(unit, connection, monkeypatch):
     fetch = ClientEngine._fetch
 
@@ -234,6 +248,7 @@ def test_a_session_fenced_while_it_fetches_is_told_so(unit, connection, monkeypa
         connection.read([0], [MIB], timeout_s=WAIT_S)
 
 
+@pytest.mark.integration
 def test_what_was_taken_back_before_it_was_settled_is_not_returned(unit, connection, monkeypatch):
     monkeypatch.setattr(engine_transport, "OFFER_S", -1.0)
     monkeypatch.setattr(engine_transport, "MOST_OFFERS", 1)
@@ -266,6 +281,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.integration
 def test_a_client_that_dies_while_its_payload_is_fetched(unit, peer, connection):
     with Process(CLIENT) as client:
         source = pb.Memory.FromString(bytes.fromhex(client.line()))
@@ -283,6 +299,7 @@ def test_a_client_that_dies_while_its_payload_is_fetched(unit, peer, connection)
     assert "has not been reached" in reply.not_fetched.why
 
 
+@pytest.mark.integration
 def test_a_unit_that_dies_while_a_client_fetches_from_it(unit, transport, monkeypatch):
     connection = unit.connect("tcp", transport=transport)
     fetch = ClientEngine._fetch
@@ -296,6 +313,7 @@ def test_a_unit_that_dies_while_a_client_fetches_from_it(unit, transport, monkey
         connection.read([0], [MIB], timeout_s=WAIT_S)
 
 
+@pytest.mark.integration
 def test_bounds_are_looked_at_before_anything_is_fetched(unit, peer, slots):
     source = source_of(slots, b"abc")
     beyond = unit.arena.backed_bytes - 2
@@ -309,6 +327,7 @@ def test_bounds_are_looked_at_before_anything_is_fetched(unit, peer, slots):
     assert not unit.arena.data[:16].any()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("wrong", ["tag", "address", "engine", "size", "short tag"])
 def test_what_is_not_there_is_not_stored(unit, peer, slots, wrong):
     source = source_of(slots, b"abc" * 100)
@@ -328,12 +347,14 @@ def test_what_is_not_there_is_not_stored(unit, peer, slots, wrong):
     assert peer.ask(b"xyz", write=pb.WriteRanges(offsets=[0], sizes=[3], frame_ranges=[1], reservation=1))[0].written
 
 
+@pytest.mark.integration
 def test_a_unit_without_an_engine_refuses_to_fetch(slots):
     with Unit() as unit, Peer(unit) as peer:
         reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
         assert "cannot fetch a payload" in str(from_wire(reply.error.name, reply.error.facts))
 
 
+@pytest.mark.integration
 def test_nobody_settles_what_is_anothers(unit, peer):
     reply, _ = peer.ask(read=pb.ReadRanges(offsets=[0], sizes=[100], fetch=True))
     tag = reply.bytes.source.tag
@@ -343,6 +364,7 @@ def test_nobody_settles_what_is_anothers(unit, peer):
     assert peer.ask(settle=pb.Settle(tag=tag))[0].WhichOneof("outcome") == "error"
 
 
+@pytest.mark.integration
 def test_one_client_has_few_transfers_at_a_time(unit, peer, slots, held, monkeypatch):
     begun, begin = [], Slots.begin
     monkeypatch.setattr(Slots, "begin", lambda *call: begun.append(begin(*call)))
@@ -359,6 +381,7 @@ def test_one_client_has_few_transfers_at_a_time(unit, peer, slots, held, monkeyp
     assert len(begun) == 5
 
 
+@pytest.mark.integration
 def test_a_payload_that_takes_too_long_is_not_waited_for(unit, peer, slots, held, monkeypatch):
     monkeypatch.setattr(engine_transport, "FETCH_S", 0.05)
     reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
@@ -367,6 +390,7 @@ def test_a_payload_that_takes_too_long_is_not_waited_for(unit, peer, slots, held
     assert peer.ask(read=pb.ReadRanges(offsets=[0], sizes=[3]))[1] == [bytes(3)]
 
 
+@pytest.mark.integration
 def test_more_jobs_than_are_kept_are_refused(unit, peer, slots, monkeypatch):
     monkeypatch.setattr(engine_transport, "MOST_JOBS", 0)
     reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
@@ -376,6 +400,7 @@ def test_more_jobs_than_are_kept_are_refused(unit, peer, slots, monkeypatch):
 # --- what the engine cannot do --------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_a_payload_that_the_unit_cannot_fetch_is_sent_in_frames(unit, connection, counts, monkeypatch):
     begin = Slots.begin
     refusals = iter([True])
@@ -395,6 +420,7 @@ def test_a_payload_that_the_unit_cannot_fetch_is_sent_in_frames(unit, connection
     assert counts["stored"] < -(-len(data) // CHUNK_BYTES)
 
 
+@pytest.mark.integration
 def test_a_payload_that_the_client_cannot_fetch_is_asked_for_in_frames(unit, connection, monkeypatch):
     unit.arena.data[: 9 * MIB] = noise(9 * MIB)
     monkeypatch.setattr(Slots, "fetched", lambda *_: False)
@@ -404,6 +430,7 @@ def test_a_payload_that_the_client_cannot_fetch_is_asked_for_in_frames(unit, con
     assert not unit.server._engine._offered, "a slot that was not fetched from is not settled"
 
 
+@pytest.mark.integration
 def test_without_free_slots_everything_goes_in_frames(unit, connection, counts, monkeypatch):
     monkeypatch.setattr(Slots, "take", lambda _: None)
     data = noise(9 * MIB)
@@ -412,6 +439,7 @@ def test_without_free_slots_everything_goes_in_frames(unit, connection, counts, 
     assert not counts
 
 
+@pytest.mark.integration
 def test_an_engine_that_is_not_reached_is_not_used(unit, connection, counts, monkeypatch):
     monkeypatch.setattr(Slots, "try_peer", lambda *_: False)
     with unit.connect("tcp", session=3, transport=EngineTransport(CONFIG)) as other:
@@ -421,6 +449,7 @@ def test_an_engine_that_is_not_reached_is_not_used(unit, connection, counts, mon
     assert not counts
 
 
+@pytest.mark.integration
 def test_closing_ends_a_fetch_under_way(unit, transport, held):
     connection = unit.connect("tcp", transport=transport)
     outcome = in_thread(connection.read, [0], [MIB], timeout_s=WAIT_S)
@@ -430,6 +459,7 @@ def test_closing_ends_a_fetch_under_way(unit, transport, held):
     held.go_on.set()
 
 
+@pytest.mark.integration
 def test_a_forked_child_has_an_engine_of_its_own(unit, connection, counts):
     connection.write([0], [noise(MIB)], reservation=1, timeout_s=WAIT_S)
     info = unit.info
@@ -450,3 +480,83 @@ def test_a_forked_child_has_an_engine_of_its_own(unit, connection, counts):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert unit.arena.data[2 * MIB : 3 * MIB].tobytes() == noise(MIB, seed=2).tobytes()
     assert connection.read([0], [MIB], timeout_s=WAIT_S).range(0, MIB).tobytes() == noise(MIB).tobytes()
+
+
+# --- What is left of a transfer engine that ends: slots still written to, memory out of reach,
+# threads and files.
+
+
+@pytest.fixture(autouse=True)
+def _engine():
+    require_engine()
+
+
+@pytest.fixture
+def end_slots():
+    made = open_slots(CONFIG, "127.0.0.1")
+    yield made
+    made.close(trying=False)
+
+
+def test_a_slot_with_a_transfer_under_way_is_nobodys(end_slots, monkeypatch):
+    slot = end_slots.take()
+    slot.transfer = 1
+    monkeypatch.setattr(end_slots.engine, "status", lambda _: 0)
+    end_slots.give(slot)
+    others = [end_slots.take() for _ in range(SLOTS)]
+    assert slot not in others
+    assert others.count(None) == 1
+    monkeypatch.setattr(end_slots.engine, "status", lambda _: -1)
+    assert end_slots.take() is None, "a failed transfer may still land for a while"
+    slot.rests_until = 0.0
+    assert end_slots.take() is slot
+
+
+def test_closed_memory_is_out_of_reach(end_slots):
+    other = open_slots(CONFIG, "127.0.0.1")
+    source = other.trial()
+    assert end_slots.try_peer(source, time.monotonic() + WAIT_S)
+    other.close(trying=False)
+    assert not end_slots.try_peer(source, time.monotonic() + WAIT_S)
+
+
+@pytest.mark.integration
+def test_closing_leaves_no_more_than_one_engine_behind():
+    alone(_open_and_close_again_and_again)
+
+
+def _open_and_close_again_and_again():
+    def kept():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    for _ in range(2):
+        open_slots(CONFIG, "127.0.0.1").close(trying=False)
+    before = kept()
+    for _ in range(5):
+        open_slots(CONFIG, "127.0.0.1").close(trying=False)
+    wait_until(lambda: all(now <= then for now, then in zip(kept(), before, strict=True)), "no more than before")
+
+
+def test_transfers_that_do_not_end_keep_their_memory(monkeypatch, caplog):
+    monkeypatch.setattr("dataplane.storage.transport.mooncake.slots.CLOSE_S", 0.01)
+    end_slots = open_slots(CONFIG, "127.0.0.1")
+    slot = end_slots.take()
+    slot.transfer = 1
+    monkeypatch.setattr(end_slots.engine, "status", lambda _: 0)
+    end_slots.give(slot)
+    with caplog.at_level(logging.WARNING):
+        end_slots.close(trying=False)
+    assert "1 transfers did not end" in caplog.text
+
+
+@pytest.mark.integration
+def test_a_server_that_cannot_start_gives_its_engine_back(monkeypatch):
+    closed = []
+    monkeypatch.setattr(UnitEngine, "close", lambda self: closed.append(self))
+    engine = UnitEngine.open(CONFIG)
+    with Unit() as unit:
+        server = BulkServer(unit.arena, epoch=1, token=None, report=unit.reports.put, tcp_host="0.0.0.0", engine=engine)
+        with pytest.raises(ValueError, match="not loopback"):
+            server.start()
+    assert closed == [engine]
+    engine._slots.close(trying=False)

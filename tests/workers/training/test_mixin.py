@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from dataplane import BatchedDataDict, DataPlaneClient, FieldSpec, KVBatchMeta, Server
 from dataplane.core import failpoints, schema
-from dataplane.errors import FieldNotProducedError, ServiceUnavailableError, StaleSampleError
+from dataplane.errors import FieldNotProducedError, InvalidRequestError, ServiceUnavailableError, StaleSampleError
 from tests.gloo import RankDied, Ranks, counted_collectives
 from tests.service import client, server  # noqa: F401
 from tests.workers.training.mixin_service import alone, partition  # noqa: F401
@@ -31,9 +32,11 @@ from tests.workers.training.mixin_worker import (
 )
 from workers.placement.sharding import REPLICATED_AXES
 from workers.training.mixin import PolicyWorker, TQWorkerMixin
+from workers.training.policy import FORWARD_FIELDS, forward_fields
 from workers.training.replica_group import FetchPolicy, ReplicaGroupError, ReplicaLostError
 
 pytestmark = pytest.mark.integration
+
 
 # --- fetch ----------------------------------------------------------------------------------------------------
 
@@ -488,3 +491,247 @@ def test_a_step_in_parts_needs_all_its_methods() -> None:
     with pytest.raises(TypeError, match="Silent lacks train_microbatch, finish_train_step, abort_train_step: "):
         worker.begin_train_step_presharded("loss")  # type: ignore[misc]
     worker.abort_train_step_presharded()  # type: ignore[misc]
+
+
+# --- The worker mixin's micro-batches: those the driver shipped, and those a worker packs for itself.
+
+
+def test_shipped_packing_metadata_is_trusted(alone: Worker) -> None:
+    alone.cfg = {"sequence_packing": {"enabled": True}}
+    info = {
+        "micro_batch_indices": [[[0, 2], [2, 3]]],
+        "micro_batch_lengths": [[10, 20]],
+        "elem_counts_per_gb": [3],
+    }
+    meta = KVBatchMeta("train", "train", ["a", "b", "c"], extra_info=info)
+    data = alone._attach_or_repack_pack_metadata(BatchedDataDict({"x": torch.ones(3)}), meta)
+    assert data.micro_batch_indices == [[[0, 2], [2, 3]]]
+    assert data.micro_batch_lengths == [[10, 20]]
+    assert data.elem_counts_per_gb == [3]
+    del meta.extra_info["micro_batch_lengths"]
+    with pytest.raises(ValueError, match="lacks 'micro_batch_lengths'"):
+        alone._attach_or_repack_pack_metadata(data, meta)
+
+
+PACKED = {
+    "sequence_packing": {
+        "enabled": True,
+        "algorithm": "first_fit_decreasing",
+        "train_mb_tokens": 45,
+        "logprob_mb_tokens": 100,
+    }
+}
+DYNAMIC = {
+    "dynamic_batching": {
+        "enabled": True,
+        "sequence_length_round": 4,
+        "train_mb_tokens": 45,
+        "logprob_mb_tokens": 160,
+    }
+}
+
+
+def pack_locally(rank: int, address: str, meta: KVBatchMeta, cfg: dict[str, Any]) -> list[Any]:
+    """The lengths of the micro-batches of each stage on this rank."""
+    worker = worker_on(rank, "tp2", address)
+    worker.cfg = cfg
+    meta = meta.with_fields(["input_ids"])
+    worker.get_logprobs_presharded(meta)
+    worker.get_reference_policy_logprobs_presharded(meta)
+    worker.train_presharded(meta, "loss")
+    worker.begin_train_step_presharded("loss")
+    worker.train_microbatch_presharded(meta)
+    worker.close_data_plane()
+    assert worker.forwarded is not None
+    assert worker.referenced is not None
+    assert worker.trained is not None
+    batches = [worker.forwarded, worker.referenced, worker.trained[0], worker.step[1]]
+    return [(batch.micro_batch_lengths, batch.micro_batch_indices, batch.elem_counts_per_gb) for batch in batches]
+
+
+@pytest.mark.parametrize("cfg", [PACKED, DYNAMIC], ids=["packing", "dynamic"])
+def test_what_the_driver_did_not_pack_a_worker_packs_with_the_budget_of_the_stage(
+    cfg: dict[str, Any], pair: Ranks, server: Server, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition)
+    leader, sibling = pair.run(pack_locally, server.address, meta, cfg)
+    if isinstance(leader, Exception):
+        raise leader
+    assert leader == sibling
+    logprob, reference, train, in_parts = leader
+    assert reference == logprob
+    assert train == in_parts
+    assert [len(lengths[0]) for lengths, _, _ in (logprob, train)] == ([1, 3] if cfg is PACKED else [2, 4])
+    stored = client.get_batch(meta, ["input_ids", "prev_logprobs", "reference_policy_logprobs"], layout="jagged")
+    ids = stored["input_ids"].values().float()
+    assert stored["prev_logprobs"].values().equal(-ids), "each row to its own sample"
+    assert stored["reference_policy_logprobs"].values().equal(ids), "each row to its own sample"
+
+
+def test_packing_again_keeps_global_batches(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    alone.cfg = PACKED
+    meta = put(client, partition).with_fields(["input_ids"])
+    meta.extra_info[schema.ELEM_COUNTS_PER_GB] = [4, 4]
+    alone.train_presharded(meta, "loss", gbs=4)
+    assert alone.trained is not None
+    data = alone.trained[0]
+    assert data.elem_counts_per_gb == [4, 4]
+    assert [sum(lengths) for lengths in data.micro_batch_lengths] == [sum(LENGTHS[:4]), sum(LENGTHS[4:])]
+    first = data.get_batch(0).make_microbatch_iterator_for_packable_sequences()
+    assert sum(len(part["input_ids"]) for part in first) == 4
+    meta.extra_info[schema.ELEM_COUNTS_PER_GB] = [5, 3]
+    with pytest.raises(ValueError, match="cannot be packed again"):
+        alone.train_presharded(meta, "loss")
+
+
+def test_lengths_that_the_meta_does_not_know_are_read_from_the_batch(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    alone.cfg = PACKED
+    known = put(client, partition)
+    client.put_samples(known, partition, {"input_lengths": torch.tensor(LENGTHS)})
+    meta = KVBatchMeta(partition, "train", known.sample_ids, fields=["input_ids", "input_lengths"])
+    alone.train_presharded(meta, "loss")
+    assert alone.trained is not None
+    assert sum(alone.trained[0].micro_batch_lengths[0]) == sum(LENGTHS)
+    with pytest.raises(KeyError, match="'input_lengths'"):
+        alone.train_presharded(meta.with_fields(["input_ids"]), "loss")
+    with pytest.raises(ValueError, match="no sequence_lengths"):
+        alone.get_logprobs_presharded(meta)
+
+
+def test_repacking_a_batch(alone: Worker) -> None:
+    data: BatchedDataDict[Any] = BatchedDataDict({"input_lengths": torch.tensor([40, 5, 30, 25])})
+    alone.cfg = {}
+    assert alone._apply_packing_prep(data) is data
+    alone.cfg = PACKED
+    assert alone._apply_packing_prep(data).micro_batch_lengths == [[45, 30, 25]]
+    assert alone._apply_packing_prep(data, stage="logprob").micro_batch_lengths == [[100]]
+    for task, bins in (("train", 3), ("prev_lp", 1), ("ref_lp", 1), (None, 3)):
+        meta = KVBatchMeta("train", task, ["a", "b", "c", "d"])
+        packed = alone._attach_or_repack_pack_metadata(data, meta)
+        assert packed.get_microbatch_iterator_for_packable_sequences_len()[0] == bins
+
+
+# --- A worker that reads a field that its stage did not fetch.
+
+
+class ImageWorker(Worker):
+    """Its model reads images."""
+
+    def get_logprobs(
+        self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        images = data["pixel_values"].sum((1, 2))  # [N, patches, 6] to [N]
+        return {"logprobs": -data["input_ids"] * images[:, None]}
+
+    def get_reference_policy_logprobs(
+        self, *, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        return {"reference_logprobs": self.get_logprobs(data=data)["logprobs"]}
+
+    def train(self, data: BatchedDataDict[Any], **_: Any) -> dict[str, float]:
+        return {"loss": float(data["pixel_values"].sum())}
+
+
+@pytest.fixture
+def meta(client: DataPlaneClient) -> KVBatchMeta:
+    """Two samples of 3 and 5 tokens with images of 8 and 4 patches."""
+    client.register_partition("images", ["input_ids", "pixel_values"], 2, ["train"])
+    fields = {
+        "input_ids": [torch.ones(3, dtype=torch.int64), torch.ones(5, dtype=torch.int64)],
+        "pixel_values": [torch.ones(8, 6), torch.ones(4, 6)],
+    }
+    tags = [{"input_lengths": 3}, {"input_lengths": 5}]
+    client.put_samples(["a", "b"], "images", fields, tags=tags)
+    return client.list_samples("images").with_fields(list(fields))
+
+
+def test_a_field_that_a_stage_did_not_fetch_is_named_with_the_argument(
+    server: Server,
+    client: DataPlaneClient,
+    meta: KVBatchMeta,
+) -> None:
+    worker = ImageWorker(LAYOUTS["dp2"], 0)
+    worker.setup_data_plane({"address": server.address})
+    default = meta.with_fields(forward_fields(meta, None, FORWARD_FIELDS))
+    stages = [
+        lambda part: worker.get_logprobs_presharded(part),
+        lambda part: worker.get_reference_policy_logprobs_presharded(part),
+        lambda part: worker.train_presharded(part, "loss"),
+    ]
+    for stage in stages:
+        with pytest.raises(KeyError, match=r"no column 'pixel_values'; it has input_ids.*`fields=`"):
+            stage(default)
+        stage(meta)
+    got = client.get_samples(["a", "b"], "images", ["prev_logprobs"])["prev_logprobs"]
+    assert [row.tolist() for row in got.unbind()] == [[-48.0] * 3, [-24.0] * 5]
+    worker.close_data_plane()
+    client.clear_samples(None, "images")
+
+
+# --- The write-back of a rank, and what it refuses.
+
+
+def test_per_token_columns_of_a_fetch_that_is_not_aligned(
+    alone: Worker, client: DataPlaneClient, partition: str
+) -> None:
+    meta = put(client, partition, pad_to=64)
+    fetched = alone._fetch(meta.with_fields(["generation_logprobs"]), dp_aligned_seq_len=False)
+    kl = fetched["generation_logprobs"]
+    assert kl.shape[1] == 40
+    alone._write_back(meta, {"kl": kl}, dp_aligned_seq_len=False)
+    result = {"logprobs": kl}
+    alone._write_back_result_field(meta, result, result_key="logprobs", tq_field="other", dp_aligned_seq_len=False)
+    stored = client.get_batch(meta, ["kl", "other"], layout="jagged")
+    assert all(column.offsets().diff().tolist() == LENGTHS for column in stored.values())
+
+
+def test_only_a_leader_writes(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition)
+    alone.coords = {"tensor_parallel": 1}
+    alone._write_back(meta, {"score": torch.zeros(8)})
+    alone._write_back_result_field(meta, None, result_key="scores", tq_field="score")
+    with pytest.raises(KeyError, match="score"):
+        client.get_batch(meta, ["score"])
+
+
+NESTED = torch.nested.nested_tensor([torch.zeros(length) for length in LENGTHS], layout=torch.jagged)
+NOT_A_MAPPING = "is not supported here. Pass a TensorDict or a mapping of field names"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "why"),
+    [
+        ([torch.zeros(8, 40)], TypeError, f"list {NOT_A_MAPPING}"),
+        (None, TypeError, f"NoneType {NOT_A_MAPPING}"),
+        ({0: torch.zeros(8, 40)}, InvalidRequestError, "must be non-empty strings, got 0"),
+        ({"": torch.zeros(8, 40)}, InvalidRequestError, "must be non-empty strings, got ''"),
+        (
+            {"kl": torch.zeros(8, 40, device="meta")},
+            TypeError,
+            r"'kl': a torch.Tensor \(float32, on meta\) cannot be",
+        ),
+        ({"kl": NESTED.to("meta")}, TypeError, "'kl': .* on meta.* cannot be stored"),
+        ({"kl": torch.zeros(8, 40).to_sparse()}, TypeError, "'kl': .*layout sparse_coo.* cannot"),
+    ],
+)
+def test_fields_that_cannot_be_stored(
+    alone: Worker,
+    client: DataPlaneClient,
+    partition: str,
+    fields: Any,
+    kind: type[Exception],
+    why: str,
+) -> None:
+    with pytest.raises(kind, match=why):
+        alone._write_back(put(client, partition), fields)
+
+
+def test_fields_of_a_tensordict(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition, pad_to=40)
+    fields = TensorDict({"a": torch.ones(8, 40)}, [8])
+    alone._write_back(meta, fields)
+    alone._write_back_result_field(meta, fields, result_key="a", tq_field="b")
+    stored = client.get_batch(meta, ["a", "b"], layout="jagged")
+    assert stored["b"].values().equal(torch.ones(sum(LENGTHS)))

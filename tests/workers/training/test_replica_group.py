@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dataplane import KVBatchMeta
 from dataplane.config import DataPlaneConfig
 from dataplane.core import failpoints
 from dataplane.core.types import DTYPE_BYTES
@@ -19,6 +21,7 @@ from dataplane.data.batch import BatchedDataDict
 from dataplane.errors import CallTimeoutError, StaleSampleError
 from tests.gloo import Collectives, RankDied, Ranks, counted_collectives
 from workers.errors import NotSerializableError
+from workers.training.policy import FORWARD_FIELDS, field_names, forward_fields
 from workers.training.replica_group import (
     FETCH_TIMEOUT_S,
     NO_DIGEST,
@@ -31,8 +34,7 @@ from workers.training.replica_group import (
     pack_columns,
     unpack_columns,
 )
-
-pytestmark = pytest.mark.integration
+from workers.training.stages import Stage, check_settings, packing_arguments, stage_of
 
 NEVER_S = 3600.0
 """The deadline of fetches whose errors must not wait for it: longer than `tests.gloo` waits for a scenario."""
@@ -90,6 +92,7 @@ def jagged(lengths: list[int], dtype: torch.dtype = torch.int64, inner: tuple[in
     return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, *np.cumsum(lengths).tolist()]))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", DTYPE_BYTES)
 def test_every_dtype_dense_and_jagged(name: str) -> None:
     dtype = getattr(torch, name)
@@ -98,6 +101,7 @@ def test_every_dtype_dense_and_jagged(name: str) -> None:
     assert all(same(back[each], batch[each]) for each in batch)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "value",
     [
@@ -118,6 +122,7 @@ def test_dense_of_any_strides(value: torch.Tensor) -> None:
     assert not back.requires_grad
 
 
+@pytest.mark.integration
 def test_jagged_with_holes_or_a_prefix_comes_back_tight() -> None:
     values = torch.arange(10)
     offsets = torch.tensor([1, 4, 9])
@@ -129,18 +134,21 @@ def test_jagged_with_holes_or_a_prefix_comes_back_tight() -> None:
     assert back["holes"].offsets().tolist() == [0, 2, 5]
 
 
+@pytest.mark.integration
 def test_equal_lengths_share_offsets() -> None:
     back = through({"a": jagged([3, 1]), "b": jagged([3, 1], torch.bool), "c": jagged([1, 3])})
     assert back["a"].offsets() is back["b"].offsets()
     assert (back["a"] + back["b"]).values().numel() == 4
 
 
+@pytest.mark.integration
 def test_columns_that_are_not_views_do_not_hold_the_payload() -> None:
     back = through({"a": jagged([1000]), "b": torch.ones(1), "r": [torch.ones(2)]})
     assert back["b"].untyped_storage().nbytes() == 4
     assert back["r"][0].untyped_storage().nbytes() == 8
 
 
+@pytest.mark.integration
 def test_values_of_any_type() -> None:
     row = {"image": np.arange(6000, dtype=np.uint16).reshape(20, 300), "mask": torch.tensor([True, False])}
     batch = {"task": "math", "cfg": {"t": 0.5, "stop": [1, None]}, "none": None, "empty": [], "rows": [row]}
@@ -153,6 +161,7 @@ def test_values_of_any_type() -> None:
     assert through({}) == {}
 
 
+@pytest.mark.integration
 def test_values_that_cannot_be_sent() -> None:
     with pytest.raises(NotSerializableError, match="a batch of the columns x, lock"):
         pack_columns({"x": 1, "lock": threading.Lock()}, torch.device("cpu"))
@@ -166,6 +175,7 @@ def send_everything(rank: int, src: int) -> list[str]:
     return [name for name in expected if name not in got or not same(expected[name], got[name])]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("src", [0, 1])
 def test_all_ranks_end_with_the_leaders_columns(gloo: Ranks, src: int) -> None:
     assert gloo.run(send_everything, src) == [[]] * gloo.world
@@ -177,6 +187,7 @@ def send_values(rank: int) -> Any:
     return got["ids"].tolist(), got["task"], got["cfg"]
 
 
+@pytest.mark.integration
 def test_strings_and_dicts_travel_with_the_tensors(pair: Ranks) -> None:
     assert pair.run(send_values) == [([0, 1, 2], "math", {"stop": [1, None]})] * 2
 
@@ -190,6 +201,7 @@ def in_a_subgroup(rank: int) -> list[str]:
     return [name for name, value in sample_batch().items() if not same(value, got[name])]
 
 
+@pytest.mark.integration
 def test_a_replica_group_is_part_of_the_world(four: Ranks) -> None:
     assert four.run(in_a_subgroup) == [[]] * 4
 
@@ -206,6 +218,7 @@ def count_collectives(rank: int, fields: int) -> Collectives:
     return counts
 
 
+@pytest.mark.integration
 def test_one_payload_collective_of_hardly_more_than_the_jagged_bytes(pair: Ranks) -> None:
     for fields in (1, 12):
         for counts in pair.run(count_collectives, fields):
@@ -243,6 +256,7 @@ def disagree(rank: int, what: str) -> str:
     raise AssertionError("the ranks disagreed and nobody noticed")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -270,6 +284,7 @@ def mixed_with_independent(rank: int) -> str:
     raise AssertionError("nobody noticed")
 
 
+@pytest.mark.integration
 def test_one_rank_fetching_alone_is_noticed(gloo: Ranks) -> None:
     assert all("different policies" in message for message in gloo.run(mixed_with_independent))
 
@@ -282,6 +297,7 @@ def agree_once(rank: int) -> int:
     return counts.all_gathers
 
 
+@pytest.mark.integration
 def test_independent_ranks_agree_once(pair: Ranks) -> None:
     assert pair.run(agree_once) == [1, 1]
 
@@ -328,6 +344,7 @@ def fail(rank: int, who: str, kind: str) -> Exception:
     raise AssertionError("nobody raised")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("who", ["leader reads", "leader finishes", "sibling early", "sibling finishes"])
 def test_one_rank_that_fails_fails_all_with_the_same_error(gloo: Ranks, who: str) -> None:
     errors = gloo.run(fail, who, "ours")
@@ -336,6 +353,7 @@ def test_one_rank_that_fails_fails_all_with_the_same_error(gloo: Ranks, who: str
         assert error.facts == stale().facts
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "expected", "text"),
     [
@@ -365,6 +383,7 @@ def die(rank: int) -> Exception:
     raise AssertionError("nobody raised")
 
 
+@pytest.mark.integration
 def test_a_leader_killed_between_header_and_payload(gloo: Ranks) -> None:
     leader, *others = gloo.run(die)
     assert isinstance(leader, RankDied)
@@ -386,6 +405,7 @@ def stay_away(rank: int) -> Exception | None:
     raise AssertionError("nobody raised")
 
 
+@pytest.mark.integration
 def test_a_rank_that_does_not_come_is_a_timeout(pair: Ranks) -> None:
     _, error = pair.run(stay_away)
     assert isinstance(error, CallTimeoutError), error
@@ -410,6 +430,7 @@ def come_late(rank: int, late: int) -> list[Exception]:
     return raised
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("late", [0, 1], ids=["leader", "sibling"])
 def test_after_a_timeout_every_call_of_every_rank_fails_at_once(gloo: Ranks, late: int) -> None:
     for rank, raised in enumerate(gloo.run(come_late, late)):
@@ -431,10 +452,12 @@ def keep_the_group_timeout(rank: int) -> float:
     return float(before.total_seconds())
 
 
+@pytest.mark.integration
 def test_the_timeout_of_the_callers_group_stays(pair: Ranks) -> None:
     assert pair.run(keep_the_group_timeout) == [60.0] * 2
 
 
+@pytest.mark.integration
 def test_a_fetch_outlives_a_restart_of_the_service() -> None:
     assert 3 * DataPlaneConfig().reconnect_s <= FETCH_TIMEOUT_S
 
@@ -453,6 +476,7 @@ def misuse(rank: int, how: str) -> Exception:
     raise AssertionError("nobody raised")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("how", "kind"),
     [("no data", ValueError), ("src is not the leader", ValueError), ("src differs", ValueError)],
@@ -461,6 +485,138 @@ def test_misuse_is_an_error_on_every_rank(pair: Ranks, how: str, kind: type[Exce
     assert all(isinstance(error, kind | ReplicaGroupError) for error in pair.run(misuse, how))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("timeout_s", [1e18, float("inf"), None])
 def test_a_fetch_may_have_no_timeout(timeout_s: float | None) -> None:
     assert Deadline(timeout_s).left.days > 365
+
+
+# --- What cuts a stage's samples into micro-batches.
+
+
+PACKING = {"enabled": True, "algorithm": "concatenative", "train_mb_tokens": 8, "logprob_mb_tokens": 16}
+
+
+@pytest.mark.parametrize(("stage", "budget"), [("train", 8), ("logprob", 16)])
+def test_each_stage_has_its_budget(stage: Stage, budget: int) -> None:
+    packing = packing_arguments({"sequence_packing": PACKING}, stage)
+    named = {"max_tokens_per_microbatch": budget, "budget_name": f"{stage}_mb_tokens"}
+    assert packing == {"sequence_packing_args": {"algorithm": "concatenative", **named}}
+    dynamic = {"enabled": True, "sequence_length_round": 4, "train_mb_tokens": 8, "logprob_mb_tokens": 16}
+    assert packing_arguments({"dynamic_batching": dynamic}, stage) == {
+        "dynamic_batching_args": {"sequence_length_round": 4, **named},
+    }
+
+
+def test_one_budget_for_all_stages() -> None:
+    packing = {"enabled": True, "max_tokens_per_microbatch": 32, "train_mb_tokens": 8}
+    for stage, budget in (("train", 8), ("logprob", 32)):
+        given = packing_arguments({"sequence_packing": packing}, stage)["sequence_packing_args"]  # type: ignore[arg-type]
+        assert given["max_tokens_per_microbatch"] == budget
+        assert given["budget_name"] == ("train_mb_tokens" if stage == "train" else "max_tokens_per_microbatch")
+
+
+@pytest.mark.parametrize(
+    "cfg", [None, {}, {"sequence_packing": None}, {"sequence_packing": {**PACKING, "enabled": False}}]
+)
+def test_nothing_is_cut_unless_it_is_enabled(cfg: Any) -> None:
+    assert packing_arguments(cfg, "train") == {}
+
+
+def test_what_is_passed_on() -> None:
+    cfg = {
+        "sequence_packing": {**PACKING, "microbatch_order": "largest_first", "input_lengths_key": "n", "other": 1},
+        "make_sequence_length_divisible_by": 4,
+    }
+    assert packing_arguments(cfg, "train")["sequence_packing_args"] == {
+        "algorithm": "concatenative",
+        "microbatch_order": "largest_first",
+        "input_lengths_key": "n",
+        "sequence_length_pad_multiple": 4,
+        "max_tokens_per_microbatch": 8,
+        "budget_name": "train_mb_tokens",
+    }
+    cfg["sequence_packing"] = {**PACKING, "sequence_length_pad_multiple": 2}
+    assert packing_arguments(cfg, "train")["sequence_packing_args"]["sequence_length_pad_multiple"] == 2
+
+
+def test_settings_may_be_objects() -> None:
+    @dataclass
+    class Packing:
+        enabled: bool = True
+        algorithm: str = "concatenative"
+        train_mb_tokens: int = 8
+
+    @dataclass
+    class Settings:
+        sequence_packing: Packing = field(default_factory=Packing)
+
+    given = packing_arguments(Settings(), "train")["sequence_packing_args"]
+    assert (given["algorithm"], given["max_tokens_per_microbatch"]) == ("concatenative", 8)
+
+
+def test_a_budget_is_needed() -> None:
+    with pytest.raises(
+        ValueError, match="dynamic_batching is enabled, but its settings have neither 'train_mb_tokens'"
+    ):
+        packing_arguments({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": 8}}, "train")
+
+
+BOTH = {"sequence_packing": PACKING, "dynamic_batching": {"enabled": True, "train_mb_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "told"),
+    [
+        (BOTH, "sequence_packing and dynamic_batching are both enabled; enable only one of them"),
+        ({"sequence_packing": {"enabled": True}}, "neither 'train_mb_tokens' nor 'max_tokens_per_microbatch'"),
+        ({"sequence_packing": {**PACKING, "train_mb_tokens": 0}}, "'train_mb_tokens'.*1 or more, got 0"),
+        ({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": -8}}, "'logprob_mb_tokens'.*1 or more, got -8"),
+        ({"sequence_packing": {**PACKING, "logprob_mb_tokens": "8"}}, "'logprob_mb_tokens'.*1 or more, got '8'"),
+        ({"sequence_packing": {**PACKING, "algorithm": "best"}}, "unknown packing algorithm 'best'"),
+    ],
+)
+def test_settings_that_cannot_be(cfg: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_settings(cfg)
+
+
+@pytest.mark.parametrize("stages", [["train"], ["logprob"], ["train", "logprob"], ["max"]])
+def test_settings_need_no_algorithm_and_no_budget_of_a_stage_that_is_not_used(stages: list[str]) -> None:
+    budgets = {"max_tokens_per_microbatch" if stage == "max" else f"{stage}_mb_tokens": 8 for stage in stages}
+    check_settings({"sequence_packing": {"enabled": True, **budgets}})
+    check_settings({})
+
+
+def test_the_stages_of_tasks() -> None:
+    assert [stage_of(task) for task in ("prev_lp", "ref_lp", "train", None)] == ["logprob", "logprob", "train", "train"]
+
+
+@pytest.mark.parametrize("name", ["train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"])
+@pytest.mark.parametrize("number", [0, -1, 2.0, "4", True])
+def test_batch_sizes_that_cannot_be_are_refused(name: str, number: Any) -> None:
+    with pytest.raises(ValueError, match=f"cfg's {name}: expected an integer of 1 or more, or None, got {number!r}"):
+        check_settings({name: number})
+    check_settings({name: 4})
+
+
+# --- The columns that a stage reads.
+
+
+META = KVBatchMeta("train", None, ["a"], fields=["images", "input_ids", "advantages", "position_ids", "text"])
+
+
+def test_a_forward_pass_reads_what_it_is_known_to_read_or_what_it_is_told() -> None:
+    assert forward_fields(META, None, FORWARD_FIELDS) == ["input_ids", "position_ids"]
+    assert forward_fields(META, ["images", "hidden", "images"], FORWARD_FIELDS) == ["images", "hidden"]
+
+
+def test_a_forward_pass_that_would_read_nothing_is_told_how_to_say_what() -> None:
+    with pytest.raises(ValueError, match=r"none of .* fields \(images, text\).*attention_mask, .*fields=\[\.\.\.\]"):
+        forward_fields(META.with_fields(["images", "text"]), None, FORWARD_FIELDS)
+
+
+@pytest.mark.parametrize("given", ["input_ids", [1], [""], ["input_ids", None]])
+def test_fields_are_a_list_of_names(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"train_fields=.*pass a list of field names"):
+        field_names("train_fields", given)
