@@ -373,11 +373,13 @@ class DataPlaneClient:
         since is saved as unclaimed, because its holder is not part of the checkpoint. The age for `partial_after_s`
         and the shares of steps are not saved.
 
-        path: a new path, an empty directory, or an older checkpoint. An older checkpoint is replaced when the new
-        one is complete and synced to disk, and survives any earlier failure; foreign files in its directory are
-        kept. Shared rows are written once. Memory use is small; the call blocks until done. Raise KeyError for an
-        unknown partition, `CheckpointWriteError` (an OSError) naming the file on a disk failure, `CheckpointError`
-        (a ValueError) if `path` holds something else.
+        path: a new path, an empty directory, or an older checkpoint, but not a mount point. An older
+        checkpoint is replaced when the new one is complete and synced to disk, and survives any
+        earlier failure; foreign files in its directory are kept. Rows that samples share are written
+        once (once for each 2^18 samples of a partition). Memory use is about 300 MB, or
+        twice the largest value; the call blocks until done. Raise KeyError for an unknown partition,
+        `CheckpointWriteError` (an OSError) naming the file on a disk failure, `CheckpointError` (a
+        ValueError) if `path` holds something else, or another process saves to it.
         """
         return self.perform(checkpoint, path, partitions)
 
@@ -385,8 +387,7 @@ class DataPlaneClient:
         self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
     ) -> CheckpointInfo:
         """Restore partitions (None: all) from a checkpoint, atomically, into a service with any number and size of
-        storage units. A newer checkpoint may be saved to the path meanwhile: the files being read are kept until
-        the restore is done.
+        storage units. If another process saves to the path meanwhile, `CheckpointError` is raised: restore again.
 
         First the checksum of every file is verified: `CheckpointError` (a ValueError) names a file that is missing,
         truncated, changed or of another format, and nothing is written. An existing partition raises

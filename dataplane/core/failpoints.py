@@ -33,8 +33,9 @@ NAMES = frozenset(
         "stream.handed_out",
         # A client: checkpoints.
         "checkpoint.saved",
-        "checkpoint.mid_file",
+        "checkpoint.file_written",
         "checkpoint.before_rename",
+        "checkpoint.between_renames",
         "checkpoint.after_rename",
         "restore.verified",
         "restore.stored",

@@ -25,7 +25,7 @@ from dataplane import (
     connect_async,
     serve,
 )
-from dataplane.client.checkpoint import files, manifest, save
+from dataplane.client.checkpoint import manifest, save
 from dataplane.client.unit_connections import UnitConnections
 from dataplane.core import failpoints
 from dataplane.protocol import zmq_frames
@@ -98,10 +98,9 @@ def test_what_was_claimed_is_saved_as_claimed_whatever_else_its_client_waits_for
 
 def test_in_many_pieces_and_pages(client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save, "FILE_BYTES", 4096)
-    monkeypatch.setattr(save, "ROWS_PER_PIECE", 37)
+    monkeypatch.setattr(save, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(save, "NAMES_PER_READ", 23)
-    monkeypatch.setattr(save, "CELLS_PER_READ", 31)
-    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(save, "CELLS_PER_READ", 60)
     ids = ids_of(200)
     client.register_partition("p", ["x"], 200, ["train"])
     client.put_samples(ids, "p", {"x": rows_of(200)}, [{"n": n} if n % 3 else {} for n in range(200)])
@@ -113,12 +112,12 @@ def test_in_many_pieces_and_pages(client: DataPlaneClient, tmp_path: Path, monke
     before = contents(client, "p", ["x", "shared"])
     done = client.checkpoint(tmp_path / "c")
     entry = manifest.read(tmp_path / "c").partitions[0]
-    assert done.files == 7
-    assert len(entry.rows) == 9
+    assert done.files == 9
+    assert len(entry.names) == 9
     pieces = {name: [cells for cells in entry.cells if cells.field == name] for name in ("x", "shared", "large")}
-    assert [cells.rows for cells in pieces["x"]] == [37] * 5 + [15]
-    assert sum(cells.values for cells in pieces["shared"]) == 9
-    assert sum(cells.rows for cells in pieces["shared"]) == 200
+    assert [cells.nbytes for cells in pieces["x"]] == [60 * 24] * 3 + [20 * 24]
+    # Each page has each of its values once; the samples of the last page have 8 of the 9.
+    assert [cells.nbytes for cells in pieces["shared"]] == [9 * 320] * 3 + [8 * 320]
     assert [cells.nbytes for cells in pieces["large"]] == [12_000, 12_000]
     client.restore(tmp_path / "c", replace=True)
     assert contents(client, "p", ["x", "shared"]) == before
@@ -137,7 +136,7 @@ def test_answers_too_large_are_asked_for_in_parts(
     monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 20_000)
     client.checkpoint(tmp_path / "c")
     monkeypatch.undo()
-    assert [rows.count for rows in manifest.read(tmp_path / "c").partitions[0].rows] == [16, 16, 8]
+    assert len(manifest.read(tmp_path / "c").partitions[0].names) == 3
     client.restore(tmp_path / "c", replace=True)
     assert client.list_samples("p").tags == tags
 
@@ -157,13 +156,16 @@ def test_an_answer_too_large_in_any_parts_pins_nothing(
 
 def test_other_tools_read_the_files(client: DataPlaneClient, tmp_path: Path) -> None:
     client.register_partition("p", ["ids"], 3, ["train"])
-    values = torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)
+    values = torch.arange(6, dtype=torch.float16).reshape(3, 2)
+    raw = values.bfloat16()
     jagged = [torch.arange(4), torch.arange(0), torch.arange(2)]
-    client.put_samples(ids_of(3), "p", {"dense": values, "jagged": jagged, "shared": Shared(values[:1], [0, 0, 0])})
+    fields = {"dense": values, "raw": raw, "jagged": jagged, "shared": Shared(values[:1], [0, 0, 0])}
+    client.put_samples(ids_of(3), "p", fields)
     client.checkpoint(tmp_path / "c")
-    (file,) = (tmp_path / "c").glob("data-*/*.safetensors")
+    (file,) = (tmp_path / "c").glob("data-*.safetensors")
     found = {name.split("/", 1)[1]: tensor for name, tensor in load_file(file).items()}
     assert found["p/dense/values"].equal(values)
+    assert found["p/raw/values"].view(torch.bfloat16).equal(raw)
     assert found["p/jagged/values"].equal(torch.cat(jagged))
     assert found["p/jagged/lengths"].tolist() == [4, 0, 2]
     assert found["p/shared/values"].equal(values[:1])
@@ -331,7 +333,7 @@ def test_a_cancelled_checkpoint_leaves_nothing(client: DataPlaneClient, tmp_path
             assert list(tmp_path.iterdir())
             go_on.set()
 
-    failpoints.arm("checkpoint.mid_file", stop_there)
+    failpoints.arm("checkpoint.file_written", stop_there)
     asyncio.run(cancelled())
     assert not list(tmp_path.iterdir())
     await_unpinned(client)

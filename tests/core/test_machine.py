@@ -21,7 +21,7 @@ import zmq
 
 from dataplane import DataPlaneConfig, PortTakenError, connect, serve
 from dataplane.cli import main
-from dataplane.client.checkpoint.atomic_dir import Place
+from dataplane.client.checkpoint.save import Place
 from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings

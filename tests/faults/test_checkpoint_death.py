@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, Server, connect, serve
-from dataplane.client.checkpoint import files, manifest
+from dataplane.client.checkpoint import manifest
 from tests.faults.dying import SESSION_TIMEOUT_S, Dying, give_up
 
 pytestmark = pytest.mark.slow
@@ -65,10 +65,11 @@ def kill(server: Server) -> Iterator[Kill]:
 
 
 def whole(path: Path) -> manifest.Manifest:
-    """The checkpoint's manifest; all that it names is as it was written."""
-    found = manifest.read(path)
+    """The manifest of the checkpoint that a restore of the path reads; all that it names is as it was written."""
+    directory = manifest.current(path)
+    found = manifest.read(directory)
     for file in found.files:
-        files.verify(path, file)
+        manifest.verify(directory, file)
     return found
 
 
@@ -82,21 +83,24 @@ def soon(client: DataPlaneClient, done: Callable[[Any], bool]) -> None:
 
 
 @pytest.mark.parametrize("connection_kind", ["local", "remote"])
-@pytest.mark.parametrize("at", ["saved", "mid_file", "before_rename", "after_rename"])
+@pytest.mark.parametrize("at", ["saved", "file_written", "before_rename", "between_renames", "after_rename"])
 def test_who_saves_dies(client: DataPlaneClient, kill: Kill, tmp_path: Path, at: str, connection_kind: str) -> None:
     client.checkpoint(tmp_path / "c")
     older = whole(tmp_path / "c")
     client.put_samples(["new"], "p")
     kill("checkpoint", f"checkpoint.{at}", tmp_path / "c", connection_kind)
-    assert whole(tmp_path / "c").partitions[0].live == (6 if at == "after_rename" else 5)
+    live = 6 if at == "after_rename" else 5
+    assert whole(tmp_path / "c").partitions[0].saved.live == live
     if at != "after_rename":
-        assert whole(tmp_path / "c") == older
+        assert whole(tmp_path / "c").files == older.files
+    assert client.restore(tmp_path / "c", replace=True).partitions == {"p": live}
+    client.put_samples(["new"], "p")
     kill("checkpoint", f"checkpoint.{at}", tmp_path / "d", connection_kind)
     assert (tmp_path / "d").exists() == (at == "after_rename")
     soon(client, lambda stats: not any(unit.pinned_bytes for unit in stats.units))
     for name in "cd":
         client.checkpoint(tmp_path / name)
-        assert whole(tmp_path / name).partitions[0].live == 6
+        assert whole(tmp_path / name).partitions[0].saved.live == 6
         assert len(list((tmp_path / name).iterdir())) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"]
 

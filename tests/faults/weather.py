@@ -42,8 +42,9 @@ CLIENT_POINTS: dict[str, tuple[str, ...]] = {
             for when in ("before", "after")
         ),
         "checkpoint.saved",
-        "checkpoint.mid_file",
+        "checkpoint.file_written",
         "checkpoint.before_rename",
+        "checkpoint.between_renames",
         "checkpoint.after_rename",
         "restore.verified",
         "restore.stored",

@@ -1,7 +1,7 @@
 """Checkpoints: save partitions of a service to a directory and restore them into any service.
 
-`save` and `restore` are operations of the client. `manifest` describes the contents of a checkpoint, `files` its
-data files, `atomic_dir` how a checkpoint appears at its path atomically.
+`save` and `restore` are operations of the client; `save` also has how a checkpoint gets to its path.
+`manifest` describes the form of a checkpoint on disk.
 """
 
 from dataplane.client.checkpoint.manifest import CheckpointInfo

@@ -1,30 +1,39 @@
-"""The manifest of a checkpoint: a small JSON file that lists all other files with their sizes and checksums.
+"""The form of a checkpoint on disk: a directory of safetensors files and a manifest.
 
-    {"format": 1, "sha256": "of the bytes of the next value", "checkpoint": {...}}
+    PATH/manifest.json                        lists the other files with their sizes and checksums
+    PATH/data-ID-00000.safetensors ...        tensors of ids, tags and values
 
-The checksums detect corruption and files of another checkpoint. They do not authenticate the author: any user with
-write access to the directory can also write matching checksums.
+The manifest is {"format": 2, "sha256": "of the bytes of the next value", "checkpoint": {...}}. The
+checksums detect corruption and files of another checkpoint. They do not authenticate the author:
+any user with write access to the directory can also write matching checksums.
+
+A save writes PATH.tmp-ID, then renames an older checkpoint to PATH.old-ID and the new one to PATH.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import safetensors
 
 from dataplane.core.types import FieldSpec
 from dataplane.errors import CheckpointError
-from dataplane.ledger.commands import WhenFull
+from dataplane.ledger import commands as c
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
-FILE_NAME = re.compile(r"data-[0-9a-f]{16}/[0-9]{5,9}\.safetensors")
 MAX_BYTES = 1 << 30
+FILE_NAME = r"^data-[0-9a-f]{24}-[0-9]{5,9}\.safetensors\Z"
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,64 +41,43 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FileEntry(ManifestEntry, frozen=True, kw_only=True):
-    """A data file; `name` is relative to the checkpoint."""
+    """A data file. Its name has the ID of its save: no other checkpoint has a file of that name."""
 
-    name: str
-    nbytes: int
+    name: Annotated[str, msgspec.Meta(pattern=FILE_NAME)]
+    nbytes: Count
     sha256: str
 
 
-class RowsEntry(ManifestEntry, frozen=True, kw_only=True):
-    """Ids and tags of the next `count` samples, oldest first: tensors `PREFIX/ids` (UTF-8, concatenated),
-    `PREFIX/id_lengths` (bytes of each id), `PREFIX/tags` (msgpack: a list of [name, positions or null, values])."""
+class NamesEntry(ManifestEntry, frozen=True, kw_only=True):
+    """Ids and tags of the next samples, oldest first: one tensor of bytes (msgpack: a list of the
+    ids, then a list of [tag, positions or null, values])."""
 
-    file: int
-    prefix: str
-    count: int
+    tensor: str
+    file: Count
 
 
 class CellsEntry(ManifestEntry, frozen=True, kw_only=True):
-    """`values` values of a field, for `rows` samples: tensors `PREFIX/values`; `PREFIX/lengths` (of each value,
-    except for dense fields: elements of jagged rows, else bytes); `PREFIX/rows` (the samples, counted from the
-    oldest; omitted if they are consecutive from `first` on); `PREFIX/index` (the value of each sample; omitted if
-    the mapping is one-to-one)."""
+    """Values of a field: tensors `PREFIX/values`; `PREFIX/lengths` (of each value, except for dense
+    fields: elements of jagged rows, else bytes); `PREFIX/rows` (the samples, counted from the
+    oldest; omitted if they are consecutive from `first` on); `PREFIX/index` (the value of each
+    sample, if `shared`; otherwise each sample has one value of its own).
+
+    Dense and jagged values of a dtype that numpy has are stored with it, all others as bytes.
+    `nbytes` is the size of `PREFIX/values`."""
 
     field: str
     spec: FieldSpec
-    file: int
+    file: Count
     prefix: str
-    values: int
-    rows: int
-    nbytes: int
-    first: int | None = None
-    shared: bool = False
-
-
-class FieldEntry(ManifestEntry, frozen=True, kw_only=True):
-    name: str
-    declared: FieldSpec | None
+    nbytes: Count
+    first: Count | None
+    shared: bool
 
 
 class PartitionEntry(ManifestEntry, frozen=True, kw_only=True):
-    """A partition. Tensor `PREFIX/claimed` of file `file` is the concatenated claim bitmap of all tasks."""
-
-    partition: str
-    live: int
-    born: int
-    fields: tuple[FieldEntry, ...]
-    tasks: tuple[str, ...]
-    num_samples: int | None
-    group_size: int | None
-    enums: dict[str, tuple[str, ...]] | None
-    strict: bool
-    sealed: bool
-    version: int | None
-    file: int
-    prefix: str
-    rows: tuple[RowsEntry, ...]
+    saved: c.SavedPartition
+    names: tuple[NamesEntry, ...]
     cells: tuple[CellsEntry, ...]
-    budget_bytes: int | None = None
-    when_full: WhenFull = WhenFull.WAIT
 
 
 class Manifest(ManifestEntry, frozen=True, kw_only=True):
@@ -98,10 +86,6 @@ class Manifest(ManifestEntry, frozen=True, kw_only=True):
     package: str
     partitions: tuple[PartitionEntry, ...]
     files: tuple[FileEntry, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
 
 
 class _Outer(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,12 +107,12 @@ class CheckpointInfo:
     files: int
 
 
-def info(path: Path, manifest: Manifest, partitions: tuple[PartitionEntry, ...]) -> CheckpointInfo:
+def info(path: str | os.PathLike[str], manifest: Manifest, partitions: tuple[PartitionEntry, ...]) -> CheckpointInfo:
     """Return the result that the client receives. partitions: those that were saved or restored."""
     return CheckpointInfo(
-        path=str(path),
-        partitions={entry.partition: entry.live for entry in partitions},
-        nbytes=manifest.nbytes,
+        path=os.path.abspath(path),
+        partitions={entry.saved.partition: entry.saved.live for entry in partitions},
+        nbytes=sum(file.nbytes for file in manifest.files),
         files=len(manifest.files),
     )
 
@@ -144,84 +128,128 @@ def package() -> str:
 def encode(manifest: Manifest) -> bytes:
     """Return the content of the manifest file."""
     inner = msgspec.json.encode(manifest)
-    outer = _Outer(format=FORMAT, sha256=hashlib.sha256(inner).hexdigest(), checkpoint=msgspec.Raw(inner))
-    return msgspec.json.encode(outer)
+    digest = hashlib.sha256(inner).hexdigest()
+    return msgspec.json.encode(_Outer(format=FORMAT, sha256=digest, checkpoint=msgspec.Raw(inner)))
 
 
 def decode(path: Path, content: bytes) -> Manifest:
-    """Decode the output of `encode`; `path` is for errors. Raise `CheckpointError` for any other content."""
+    """Decode the output of `encode`; `path` is for errors. Raise `CheckpointError` for any other
+    content."""
     try:
         outer = msgspec.json.decode(content, type=_Outer)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(
-            file=str(path), why=f"the file is truncated, or is not the manifest of a checkpoint ({error})"
-        ) from error
+    except ValueError as error:  # the base of all errors of msgspec
+        why = f"the file is truncated, or is not the manifest of a checkpoint ({error})"
+        raise CheckpointError(file=str(path), why=why) from error
     if outer.format != FORMAT:
-        raise CheckpointError(
-            file=str(path),
-            why=f"it has format {outer.format}, but this version ({package()}) reads format {FORMAT}; restore it with "
-            "a version that reads it",
+        why = (
+            f"it has format {outer.format}, but this version ({package()}) reads format {FORMAT}; "
+            "restore it with a version that reads it"
         )
+        raise CheckpointError(file=str(path), why=why)
     if hashlib.sha256(bytes(outer.checkpoint)).hexdigest() != outer.sha256:
-        raise CheckpointError(
-            file=str(path), why="its content does not match its checksum: the file was modified; use another copy"
-        )
+        why = "its content does not match its checksum: the file was modified; use another copy"
+        raise CheckpointError(file=str(path), why=why)
     try:
         manifest = msgspec.json.decode(outer.checkpoint, type=Manifest)
         _check(manifest)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(file=str(path), why=f"its content is invalid ({error}); use another copy") from error
+    except ValueError as error:
+        why = f"its content is invalid ({error}); use another copy"
+        raise CheckpointError(file=str(path), why=why) from error
     return manifest
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise ValueError for file names outside the checkpoint, repeated partitions, cells of a field whose kind is not
-    known, and inconsistent numbers."""
-    for file in manifest.files:
-        if not FILE_NAME.fullmatch(file.name) or file.nbytes < 0:
-            raise ValueError(f"invalid file entry {file.name[:80]!r} of {file.nbytes} bytes")
-    names = [entry.partition for entry in manifest.partitions]
-    if len(set(names)) != len(names):
+    """Raise ValueError for repeated partitions, unknown files and cells whose kind is not known."""
+    names = {entry.saved.partition for entry in manifest.partitions}
+    if len(names) != len(manifest.partitions):
         raise ValueError("a partition is listed twice")
     for entry in manifest.partitions:
-        # The number of its file and the counts of every piece: of the partition itself, of its rows and its cells.
-        pieces = [(entry.file, 0, 0, 0), *((rows.file, rows.count, 0, 0) for rows in entry.rows)]
-        pieces += [(cells.file, cells.rows, cells.values, cells.nbytes) for cells in entry.cells]
-        for number, *counts in pieces:
-            if not 0 <= number < len(manifest.files) or min(counts) < 0:
-                raise ValueError(f"invalid piece of file {number} with counts {counts}")
-        for cells in entry.cells:
-            first = cells.first or 0  # None: the samples are not consecutive; then only their number is checked
-            if not (cells.values <= cells.rows and 0 <= first <= first + cells.rows <= entry.live):
-                raise ValueError(
-                    f"{cells.values} values for {cells.rows} samples from number {first} on, "
-                    f"but the partition has {entry.live} samples"
-                )
+        files = [names.file for names in entry.names] + [cells.file for cells in entry.cells]
+        if max(files, default=-1) >= len(manifest.files):
+            raise ValueError(f"tensors are in file {max(files)} of {len(manifest.files)}")
         if not all(cells.spec.settled for cells in entry.cells):
-            raise ValueError(f"cells of partition {entry.partition!r} have no kind")
-        if sum(rows.count for rows in entry.rows) != entry.live:
-            raise ValueError(f"partition {entry.partition!r} has {entry.live} samples, but a different number of ids")
+            raise ValueError(f"cells of partition {entry.saved.partition!r} have no kind")
 
 
-def read(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path`. Raise `CheckpointError` if there is none or it is invalid."""
-    file = path / NAME
-    try:
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            content = opened.read(size) if size <= MAX_BYTES else b""  # too large: rejected below
-    except (FileNotFoundError, NotADirectoryError):
-        why = (
-            "the file is missing: the directory has no complete checkpoint"
-            if path.exists()
-            else "the checkpoint does not exist"
-        )
-        raise CheckpointError(file=str(file), why=why) from None
-    except OSError as error:
-        raise CheckpointError(file=str(file), why=error.strerror or str(error)) from error
+def read(directory: Path) -> Manifest:
+    """Read the manifest in `directory`. Raise `CheckpointError` if there is none or it is invalid."""
+    file = directory / NAME
+    why = "the checkpoint does not exist"
+    if directory.exists():
+        why = "the file is missing: the directory has no complete checkpoint"
+    with reading(file, missing=why), file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        content = opened.read(size) if size <= MAX_BYTES else b""
     if size > MAX_BYTES:
-        raise CheckpointError(
-            file=str(file),
-            why=f"the file is larger than {MAX_BYTES:,} bytes, so it is not the manifest of a checkpoint",
-        )
+        why = f"the file has more than {MAX_BYTES:,} bytes, so it is not the manifest of a checkpoint"
+        raise CheckpointError(file=str(file), why=why)
     return decode(file, content)
+
+
+def verify(directory: Path, entry: FileEntry) -> None:
+    """Raise `CheckpointError` unless the file matches its size and checksum in the manifest."""
+    path = directory / entry.name
+    digest = ""
+    with reading(path), path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes == entry.nbytes:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if nbytes != entry.nbytes:
+        how = "truncated" if nbytes < entry.nbytes else "too long"
+        why = f"the file is {how}: it has {nbytes:,} bytes, expected {entry.nbytes:,}; use another copy"
+        raise CheckpointError(file=str(path), why=why)
+    if digest != entry.sha256:
+        why = "its content does not match its checksum: the file was modified; use another copy"
+        raise CheckpointError(file=str(path), why=why)
+
+
+MISSING = (
+    "the file is missing; use a complete copy of the checkpoint, or, if another process has saved a "
+    "newer one to this path, restore again"
+)
+
+
+@contextlib.contextmanager
+def reading(path: Path, missing: str = MISSING) -> Iterator[None]:
+    """Convert errors of reading the file to `CheckpointError`. missing: why, if it does not exist."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(file=str(path), why=missing) from None
+    except (OSError, safetensors.SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(file=str(path), why=why) from error
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path without symbolic links. Raise `CheckpointError` for an empty path or
+    one with a NUL character."""
+    given = os.fspath(path)
+    if "\0" in given:
+        why = "the path contains a NUL character (\\0); pass a path without it"
+        raise CheckpointError(file=repr(given), why=why)
+    if not given:
+        why = "the path is empty (an unset variable?); pass the path of a directory"
+        raise CheckpointError(file="''", why=why)
+    return Path(os.path.realpath(given))
+
+
+def siblings(path: Path, kind: str) -> list[Path]:
+    """Return the directories PATH.KIND-ID of all saves to `path`, oldest first."""
+    if not path.parent.is_dir():
+        return []
+    pattern = re.compile(rf"{re.escape(path.name)}\.{kind}-[0-9a-f]{{24}}")
+    names = sorted(name for name in os.listdir(path.parent) if pattern.fullmatch(name))
+    return [path.parent / name for name in names]
+
+
+def current(path: Path) -> Path:
+    """Return the directory of the checkpoint at `path`: `path` itself, or the older checkpoint that a
+    save has set aside, if it died before the new one was in its place."""
+    with reading(path):
+        if path.exists():
+            return path
+        return next(reversed(siblings(path, "old")), path)

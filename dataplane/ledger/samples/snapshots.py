@@ -66,10 +66,10 @@ class Saves:
         rows = partition.rows.in_order()
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
-            tag_copy = tags.columns[name] = Tag(tag.values.dtype, capacity=0)
-            # Replaces its empty arrays.
+            tag_copy = Tag(tag.values.dtype, capacity=0)
             tag_copy.values = tag.values[rows]
             tag_copy.present = tag.present[rows]
+            tags.columns[name] = tag_copy
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
@@ -216,10 +216,11 @@ class Saves:
                 f"partition {saved.partition!r}: born={saved.born} must be at least the staged samples, {live}"
             )
         for task in saved.tasks:
-            if len(task.claimed) != ceil_div(live, 8):
+            expected = ceil_div(live, 8)
+            if len(task.claimed) != expected:
                 raise InvalidRequestError(
                     f"partition {saved.partition!r}, task {task.name!r}: {len(task.claimed)} bytes of claim bits, "
-                    f"expected {ceil_div(live, 8)} (one bit for each of the {live} staged samples)"
+                    f"expected {expected} (one bit for each of the {live} staged samples)"
                 )
         for declared in saved.fields:
             field = partition.fields.get(declared.name)
