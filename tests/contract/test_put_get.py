@@ -343,6 +343,7 @@ def test_names_that_are_no_strings_are_refused_with_their_value(
 ) -> None:
     client.register_partition(partition, ["x"], None, ["train"])
     meta = client.put_samples(["a"], partition, {"x": torch.zeros(1)})
+    refused = names[0] if isinstance(names, list) else names
     for call in (
         lambda: client.claim_meta(partition, "train", names, 1, timeout_s=0),
         lambda: client.get_samples(["a"], partition, names),
@@ -350,7 +351,7 @@ def test_names_that_are_no_strings_are_refused_with_their_value(
         lambda: client.get_batch(meta, names),
         lambda: client.register_partition(f"{partition} more", ["x"], None, names),
     ):
-        with pytest.raises(TypeError, match=re.escape(f"{names!r} is not supported here")):
+        with pytest.raises(TypeError, match=re.escape(f"{refused!r} is not supported here")):
             call()
     for call in (
         lambda: client.put_samples(["b"], partition, {5: torch.zeros(1)}),  # type: ignore[dict-item]

@@ -79,10 +79,3 @@ def test_a_key_has_an_end() -> None:
     channel = Channel.create("c", local=True)
     with pytest.raises(ValueError, match="a channel's key has at most 1,048,576"):
         channel.put(1, key="x" * (1 << 20))
-
-
-def test_weights_are_added_without_what_each_step_rounds_off() -> None:
-    channel = Channel.create("c", local=True)
-    for number in range(10):
-        channel.put(number, weight=0.1)
-    assert channel.get_batch(1.0, timeout_s=0.0) == list(range(10))
