@@ -26,9 +26,9 @@ from dataplane.client.rpc.handshake import dealer_socket, zmq_address_of
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.data.columns import EncodedColumn, encode_fields
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec, zmq_frames
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import allow_more
-from dataplane.protocol.pb import control_pb2 as pb
 
 Socket = zmq.Socket[bytes]
 Script = Generator[Any, Any, None]
@@ -116,8 +116,10 @@ class RawSessions:
             if session.number:
                 self._beaten(session, frames)
                 return
-            message = pb.Opened.FromString(zmq_frames.Reply.parse(frames)[0].good_body())
-            session.number, session.heartbeat_s = message.session, message.heartbeat_s
+            body = zmq_frames.Reply.parse(frames)[0].good_body()
+            welcome = messages.decode_as(zmq_frames.Welcome, body)
+            session.number = welcome.opened.session
+            session.heartbeat_s = welcome.heartbeat_s
             session.calls = CallNumbers(session.number)
             self._beat(session)  # a client sends one at once: its connection then represents it
             following = index + OPENING
@@ -137,7 +139,8 @@ class RawSessions:
 
     def _beaten(self, session: RawSession, frames: list[bytes]) -> None:
         (reply,) = zmq_frames.Reply.parse(frames)
-        session.min_heartbeat_s = pb.HeartbeatReply.FromString(reply.good_body()).min_heartbeat_s
+        beat = messages.decode_as(zmq_frames.HeartbeatReply, reply.good_body())
+        session.min_heartbeat_s = beat.min_heartbeat_s
         self.beats += 1
 
     def _advance(self, session: RawSession, script: Script, result: Any) -> None:
@@ -168,7 +171,7 @@ class RawSessions:
         if reply.error is not None:
             self.errors.append(f"{type(command).__name__}: {reply.error}")
             return
-        self._advance(session, script, (reply.number, codec.decode_result(type(command).__name__, reply.body)))
+        self._advance(session, script, (reply.number, messages.decode_result(type(command), reply.body)))
 
     # --- sockets and times
 

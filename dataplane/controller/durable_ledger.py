@@ -20,10 +20,10 @@ from dataplane.controller.journal import Journal, Log
 from dataplane.core.addresses import boot_id
 from dataplane.core.failpoints import hit
 from dataplane.core.types import Checksums
-from dataplane.errors import StateDirError
+from dataplane.errors import InvalidRequestError, StateDirError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.encoding import journal_records
+from dataplane.ledger.encoding import messages
 from dataplane.ledger.encoding.image import ImageError
 
 log = logging.getLogger(__name__)
@@ -117,10 +117,10 @@ class DurableLedger:
             log.warning("Storage unit %d dropped: its machine has rebooted, so its rows are lost", unit)
             self._record_and_apply(c.DropUnit(unit=unit, force=True))
 
-    def _record_and_apply(self, item: c.Input) -> list[c.Output]:
+    def _record_and_apply(self, item: c.Input, record: bytes | None = None) -> list[c.Output]:
         """Append `item` to the journal, after a delayed tick, which was applied before. Then apply `item`."""
-        inputs: list[c.Input] = [item] if self._tick is None else [self._tick, item]
-        appended = [journal_records.encode(each) for each in inputs]
+        appended = [] if self._tick is None else [messages.encode(self._tick)]
+        appended.append(messages.encode(item) if record is None else record)
         self._journal.append(*appended)
         self._tick = None
         hit("journal.after_append")
@@ -131,8 +131,9 @@ class DurableLedger:
         hit("journal.applied")
         return outputs
 
-    def apply(self, item: c.Input) -> list[c.Output]:
-        """Record `item` in the journal and apply it, as `Ledger.apply`. Raises StateDirError and applies nothing while
+    def apply(self, item: c.Input, record: bytes | None = None) -> list[c.Output]:
+        """Record `item` in the journal and apply it, as `Ledger.apply`. record: its encoded form, if the caller has it.
+        Raises StateDirError and applies nothing while
         the journal is not writable."""
         if type(item) is c.Tick:
             if self._clock_offset_s is None:  # the first tick: continue the clock of the previous epoch
@@ -141,7 +142,7 @@ class DurableLedger:
             deadline = self._ledger.next_deadline()
             if deadline is None or item.now < deadline:
                 return self._apply_idle_tick(item)
-        return self._record_and_apply(item)
+        return self._record_and_apply(item, record)
 
     def inspect(self, command: c.Command) -> c.Result:
         """`Ledger.inspect`, of which the journal has no record."""
@@ -196,7 +197,7 @@ class DurableLedger:
         tick, self._tick = self._tick, None
         if tick is not None:
             with contextlib.suppress(StateDirError):  # a lost tick only sets the next epoch's clock back a little
-                self._journal.append(journal_records.encode(tick))
+                self._journal.append(messages.encode(tick))
         self._images.stop()
         self._journal.close()
 
@@ -215,13 +216,13 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
         for number, record in journal.records(last, upto):
             last = number
             hit("journal.replaying")
-            item = journal_records.decode(record)
+            item = messages.decode(record)
             try:
                 ledger.apply(item)
             except Exception:
                 # The original run failed in the same way, with the same effects.
                 log.exception("Record %d: the ledger failed on %s", number, type(item).__name__)
-    except (ImageError, journal_records.RecordError) as error:
+    except (ImageError, InvalidRequestError) as error:
         raise journal.error(f"after record {last}: {error}", "Use the version that wrote this state") from error
     return ledger
 

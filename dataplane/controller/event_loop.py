@@ -14,6 +14,7 @@ from typing import Protocol
 
 import zmq
 
+from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.requests import Facts, Key, Reply, key_of, rejection_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core.failpoints import hit
@@ -103,6 +104,7 @@ class LedgerThread:
         watch: LoopObserver | None = None,
     ) -> None:
         self._ledger = ledger
+        self._journaled = ledger if isinstance(ledger, DurableLedger) else None  # takes the encoded form, too
         self._observer = watch
         self._zmq = zmq_server
         self._facts = facts
@@ -259,9 +261,11 @@ class LedgerThread:
         caller: object = None,
         orders: Orders | None = None,
         lasting: bool = False,
+        record: bytes | None = None,
     ) -> None:
         """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `orders`: as in
-        `submit`. `lasting`: the caller does not resend the request."""
+        `submit`. `lasting`: the caller does not resend the request. `record`: the encoded form of `item`, if it arrived
+        so."""
         key = key_of(item)
         # Recorded before the item is applied, because the answer may be among its outputs.
         if key is not None and reply is not None:
@@ -274,12 +278,15 @@ class LedgerThread:
             pending.last = self._last_tick
             pending.lasting = pending.lasting or lasting
             pending.orders = orders or pending.orders
-        self._apply(item)
+        self._apply(item, record)
 
-    def _apply(self, item: c.Input) -> None:
+    def _apply(self, item: c.Input, record: bytes | None = None) -> None:
         """Apply `item` and deliver its outputs. If the ledger raises, the output is the rejection of `item`."""
         try:
-            outputs = self._ledger.apply(item)
+            if self._journaled is None or record is None:
+                outputs = self._ledger.apply(item)
+            else:
+                outputs = self._journaled.apply(item, record)
         except StateDirError as error:
             line = f"{error}; requests are rejected until the journal is writable"
             self._unwritable.write(logging.ERROR, line)

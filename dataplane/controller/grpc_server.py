@@ -22,7 +22,7 @@ from dataplane.controller.event_loop import LedgerThread, Orders
 from dataplane.controller.grpc_public import Health, PublicCalls, abort, check_version, is_public, keys_handler, unread
 from dataplane.controller.grpc_reflection import Reflection
 from dataplane.controller.grpc_standard import CONTROL, REFLECTIONS
-from dataplane.controller.requests import Facts, heartbeat_reply, message_of
+from dataplane.controller.requests import Facts, heartbeat_message, message_of
 from dataplane.controller.tls_handshakes import Handshakes
 from dataplane.core.limited_log import LimitedLog, OneLine
 from dataplane.errors import (
@@ -273,7 +273,7 @@ class _Service:
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
         self._ledger_thread.submit(codec.from_pb(c.Heartbeat, request))
-        return heartbeat_reply(self._facts, self._ledger_thread.min_heartbeat_s)
+        return heartbeat_message(self._facts, self._ledger_thread.min_heartbeat_s)
 
     async def _keep_session(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
@@ -286,7 +286,7 @@ class _Service:
                 if session is None:  # the first heartbeat; only this one gets a reply
                     session = beat.session
                     self._heartbeat_streams[session] += 1
-                    yield heartbeat_reply(self._facts, self._ledger_thread.min_heartbeat_s)
+                    yield heartbeat_message(self._facts, self._ledger_thread.min_heartbeat_s)
                 elif beat.session != session:
                     await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
                 self._ledger_thread.submit(beat)

@@ -1,26 +1,26 @@
-"""Conversion of requests to ledger inputs and of ledger outputs to replies, shared by the ZMQ and gRPC servers."""
+"""Correlation of requests and ledger outputs, and the replies of both servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from google.protobuf.message import Message
 
 from dataplane.config import PUT_TIMEOUT_S
-from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
+from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
+from dataplane.ledger.encoding import messages
 from dataplane.protocol import codec
 from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.zmq_frames import Welcome
 
 Reply = Callable[[c.Output], None]
 """Callback for the single output that answers a request. Called in the ledger thread; must not block."""
 
 Key = tuple[str, int | str, int]
 """Correlation key that a request shares with the output that answers it."""
-
-CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.DropUnit.__name__})
-"""The unnumbered inputs that clients may send. All others come from storage units or from the service itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +44,6 @@ class Facts:
     instance: str = ""
     secret: str = field(default="", repr=False)
     sends_secret: bool = False
-
-
-def parse(method: str, body: bytes) -> c.Input:
-    """Decode a client's request. Raises `InvalidRequestError` if it is malformed or reserved for other senders."""
-    if method not in codec.METHODS and method not in CALLERS_REPORTS:
-        raise InvalidRequestError(
-            f"unknown method {method[:80]!r}; the client may be newer than the service: install the same release on "
-            "both"
-        )
-    return codec.decode(method, body)
 
 
 def key_of(item: c.Input | c.Output) -> Key | None:
@@ -84,27 +74,48 @@ def rejection_of(item: c.Input, error: DataPlaneError) -> c.Output | None:
     return None
 
 
-def message_of(output: c.Output, facts: Facts) -> Message:
-    """Convert an output to its reply message; that of `Opened` also gets facts. Raises the error that the output
-    carries, `InternalError` for an output that answers no request."""
+def value_of(output: c.Output) -> c.Value:
+    """Return the result in an output that answers a request: that of a call, or the output itself. Raises the error
+    that the output carries, `InternalError` for an output that answers no request."""
     match output:
         case c.Answer():
             if isinstance(output.result, DataPlaneError):
                 raise output.result
-            return codec.to_pb(output.result)
+            return output.result
         case c.Opened() | c.UnitAdded() | c.UnitDropped():
             if output.error is not None:
                 raise output.error
-            wire = codec.to_pb(output)
-            if isinstance(wire, pb.Opened):
-                wire.endpoints.extend(facts.endpoints)
-                wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
-                wire.put_timeout_s = facts.put_timeout_s
-            return wire
+            return output
     raise InternalError(what=f"{type(output).__name__} does not answer a request")
 
 
-def heartbeat_reply(facts: Facts, min_heartbeat_s: float) -> pb.HeartbeatReply:
-    """Return the reply to a heartbeat. An epoch that differs from the session's epoch means that the session ended.
-    min_heartbeat_s: the shortest time until the next heartbeat."""
+def message_of(output: c.Output, facts: Facts) -> Message:
+    """Convert an output to its reply message on gRPC; that of `Opened` also gets facts. Raises as `value_of`."""
+    wire = codec.to_pb(value_of(output))
+    if isinstance(wire, pb.Opened):
+        wire.endpoints.extend(facts.endpoints)
+        wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
+        wire.put_timeout_s = facts.put_timeout_s
+    return wire
+
+
+def body_of(output: c.Output, facts: Facts) -> bytes:
+    """Encode the reply to a request over ZMQ. Raises as `value_of`."""
+    value = value_of(output)
+    if not isinstance(value, c.Opened):
+        return messages.encode(value)
+    return msgspec.msgpack.encode(
+        Welcome(
+            opened=value,
+            endpoints=facts.endpoints,
+            host=facts.host,
+            heartbeat_s=facts.heartbeat_s,
+            put_timeout_s=facts.put_timeout_s,
+            durable=facts.durable,
+        )
+    )
+
+
+def heartbeat_message(facts: Facts, min_heartbeat_s: float) -> pb.HeartbeatReply:
+    """Return the reply to a heartbeat over gRPC, as `zmq_frames.HeartbeatReply`."""
     return pb.HeartbeatReply(epoch=facts.epoch, min_heartbeat_s=min_heartbeat_s)

@@ -10,15 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
 import zmq
 
-from dataplane.controller.requests import Facts, Reply, heartbeat_reply, message_of, parse
+from dataplane.controller.requests import Facts, Reply, body_of
 from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import cannot_listen
 from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, receive_event, send
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
+from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.proof import Ticket
 from dataplane.protocol.zap import Admission, Handshakes, ServerKeys
@@ -43,7 +45,7 @@ _NO_HANDSHAKE = (
 class Handler(Protocol):
     """Applies inputs, in the thread that calls `ZmqServer.serve`."""
 
-    def handle(self, item: c.Input, reply: Reply | None, *, caller: object) -> None: ...
+    def handle(self, item: c.Input, reply: Reply | None, *, caller: object, record: bytes | None = None) -> None: ...
 
     @property
     def min_heartbeat_s(self) -> float: ...
@@ -176,27 +178,27 @@ class ZmqServer:
             requests = zmq_frames.split_requests([frame.bytes for frame in frames])
         except DataPlaneError as error:
             self._log_rejection(peer.bytes, error)
-            self._send(peer.bytes, zmq_frames.refusal(number=0, error=error))
+            self._send(peer.bytes, zmq_frames.refusal(0, error))
             return
         with self.replies_together() if len(requests) > 1 else contextlib.nullcontext():
-            for method, body in requests:
-                self._handle_request(handler, peer, method, body)
+            for request in requests:
+                self._handle_request(handler, peer, request)
 
-    def _handle_request(self, handler: Handler, peer: zmq.Frame, method: str, body: bytes) -> None:
-        """Parse one request and pass it to `handler`; reply with the error if it is malformed."""
+    def _handle_request(self, handler: Handler, peer: zmq.Frame, request: bytes) -> None:
+        """Decode one request and pass it to `handler`; reply with the error if it is malformed."""
         caller = peer.bytes
         try:
-            item = parse(method, body)
+            item = messages.decode_request(request)
             if isinstance(item, c.Heartbeat):
                 self._handle_heartbeat(handler, item, peer)
             else:
-                handler.handle(item, functools.partial(self._reply, caller), caller=caller)
+                handler.handle(item, functools.partial(self._reply, caller), caller=caller, record=request)
         except DataPlaneError as error:
             self._log_rejection(caller, error)
-            self._send(caller, zmq_frames.refusal(number=0, error=error))
+            self._send(caller, zmq_frames.refusal(messages.number_of(request), error))
         except Exception as error:
             self._failures.write(logging.ERROR, "Failed on a request", error)
-            self._send(caller, zmq_frames.refusal(number=0, error=InternalError(what=repr(error))))
+            self._send(caller, zmq_frames.refusal(messages.number_of(request), InternalError(what=repr(error))))
 
     def _log_rejection(self, caller: bytes, error: DataPlaneError) -> None:
         """Log a rejected request, unless too many were logged recently."""
@@ -213,28 +215,28 @@ class ZmqServer:
         self._connections[item.session] += 1
         self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
-        reply = heartbeat_reply(self._facts, handler.min_heartbeat_s)
-        self._send(peer.bytes, zmq_frames.answer(0, reply.SerializeToString()))
+        reply = zmq_frames.HeartbeatReply(epoch=self._facts.epoch, min_heartbeat_s=handler.min_heartbeat_s)
+        self._send(peer.bytes, zmq_frames.answer(0, msgspec.msgpack.encode(reply)))
 
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""
         assert self._facts is not None
         number = output.number if isinstance(output, c.Answer) else 0  # 0: the reply to an unnumbered request
         try:
-            body = message_of(output, self._facts).SerializeToString()
+            body = body_of(output, self._facts)
             zmq_frames.check_size(body, "the answer")
-            frames = zmq_frames.answer(number, body)
+            frame = zmq_frames.answer(number, body)
         except DataPlaneError as error:
-            frames = zmq_frames.refusal(number, error)
-        self._send(caller, frames)
+            frame = zmq_frames.refusal(number, error)
+        self._send(caller, frame)
 
-    def _send(self, caller: bytes, frames: list[bytes]) -> None:
-        """Send the frames of a reply, or hold them (see `replies_together`). Does not block. A ROUTER drops messages
+    def _send(self, caller: bytes, frame: bytes) -> None:
+        """Send a reply, or hold it (see `replies_together`). Does not block. A ROUTER drops messages
         that the peer does not accept; the client resends."""
         if self._held is None:
-            send(self.socket, [caller, *frames])
+            send(self.socket, [caller, frame])
         else:
-            self._held.setdefault(caller, [caller]).extend(frames)
+            self._held.setdefault(caller, [caller]).append(frame)
 
     @contextlib.contextmanager
     def replies_together(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import msgspec
 
 from dataplane.core.plain_numbers import fits
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 GRANULE_BYTES = 64
 """Alignment of extents: they start and end on multiples of this, so no two extents share a cache line."""
 _Integers = TypeVar("_Integers")
@@ -80,10 +80,13 @@ class Checksums(enum.StrEnum):
 
 
 def _shape(inner: Iterable[int]) -> tuple[int, ...]:
-    """Return the inner shape as a tuple of ints. Raises ValueError if it has too many dimensions or elements."""
+    """Return the inner shape as a tuple of ints. Raises ValueError if a size is negative, or it has too
+    many dimensions or elements."""
     sizes = tuple(int(size) for size in inner)
-    # A size of 0 counts as 1, so that it does not hide large ones. The service rejects negative ones.
-    if len(sizes) > MAX_DIMENSIONS or math.prod(max(1, abs(size)) for size in sizes) > MAX_ELEMENTS:
+    if sizes and min(sizes) < 0:
+        raise ValueError(f"FieldSpec: the inner shape {list(sizes[:MAX_DIMENSIONS])} has a negative size")
+    # A size of 0 counts as 1, so that it does not hide large ones.
+    if len(sizes) > MAX_DIMENSIONS or math.prod(max(1, size) for size in sizes) > MAX_ELEMENTS:
         raise ValueError(
             f"FieldSpec: an inner shape must have at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS:,} elements, "
             f"got {len(sizes)} dimensions: {list(sizes[:MAX_DIMENSIONS])}"
@@ -111,12 +114,13 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
             if self.kind not in list(FieldKind):
                 raise ValueError(f"FieldSpec: unknown kind {self.kind!r}; expected one of {', '.join(FieldKind)}")
             msgspec.structs.force_setattr(self, "kind", FieldKind(self.kind))
-        if self.dtype is not None:
+        is_name = isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES
+        if self.dtype is not None and not is_name:
             name = str(self.dtype).removeprefix("torch.")
             if name not in DTYPE_BYTES:
                 raise ValueError(f"FieldSpec: unknown dtype {self.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")
             msgspec.structs.force_setattr(self, "dtype", name)
-        if self.inner is not None:
+        if self.inner is not None and self.inner != ():
             msgspec.structs.force_setattr(self, "inner", _shape(self.inner))
 
     @functools.cached_property

@@ -165,8 +165,6 @@ def samples_from_pb(wire: pb.Samples) -> Samples:
             return Samples(ids=tuple(wire.ids.values))
         case "handles":
             rows, generations = int64s_from_pb(wire.handles.rows), int64s_from_pb(wire.handles.generations)
-            if len(rows) != len(generations):
-                raise InvalidRequestError(f"row handles have {len(rows)} rows but {len(generations)} generations")
             return Samples(rows=rows, generations=generations)
     raise InvalidRequestError("a message Samples has neither ids nor handles; set one of them")
 
@@ -220,8 +218,6 @@ def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
         case _:
             raise InvalidRequestError(f"tag {wire.name!r} has no values")
     positions = int64s_from_pb(wire.positions) if wire.HasField("positions") else None
-    if positions is not None and len(positions) != len(values):
-        raise InvalidRequestError(f"tag {wire.name!r} has {len(values)} values for {len(positions)} positions")
     return TagColumn(name=wire.name, values=values, positions=positions)
 
 

@@ -1,10 +1,16 @@
-"""Encoding and decoding of the ZMQ server's frames (see proto/control.proto)."""
+"""The messages between clients and the ZMQ server, as frames.
+
+A request is the encoded form of an input (`ledger.encoding.messages`). A reply is a frame: msgpack of the number of its
+call, "ok" and the encoded result, or the name of an error and its facts. A message carries any number of replies, and
+up to `MAX_GROUP` requests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+
+import msgspec
 
 from dataplane.errors import (
     DataPlaneError,
@@ -15,9 +21,9 @@ from dataplane.errors import (
     to_wire,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec
+from dataplane.ledger.encoding import messages
 
-OK = b"ok"
+OK = "ok"
 MAX_MESSAGE_BYTES = 256 << 20
 """Maximum size of a message, for the gRPC server and the ZMQ server."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
@@ -26,68 +32,54 @@ REQUEST_FRAME_BYTES = 256 << 10
 """A longer request is split into frames, because the service may hold one frame of a peer without a valid ticket."""
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 GROUP = b""
-"""The first frame of a message with several requests, in place of a method."""
-MAX_METHOD_BYTES = 80
+"""The first frame of a message with several requests."""
 SHOWN_BYTES = 16
 """Number of bytes of an invalid message that an error or a log line shows."""
 TLS = "it looks like a TLS handshake, but this port serves clients of this project over ZMQ"
 """Description of a message for which `is_tls` is true."""
 _TLS_PEER_BYTES = 0x16 - 1
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw]).decode
 MAX_GROUP = 32
 """Maximum number of requests in a message. Their replies are sent together, so the first waits for the last."""
 
 
 def request(item: c.Input) -> list[bytes]:
-    """Return the frames of a command, OpenSession, Heartbeat or DropUnit: the method, then the body, in several frames
-    if it is long. Raises `RequestTooLargeError`."""
-    method, body = codec.encode(item)
-    check_size(body, f"a {method} command")
+    """Return the frames of an input: one, or several if its encoded form is long. Raises `RequestTooLargeError`."""
+    body = messages.encode(item)
     if len(body) <= REQUEST_FRAME_BYTES:
-        return [method.encode(), body]
-    starts = range(0, len(body), REQUEST_FRAME_BYTES)
-    return [method.encode(), *(body[start : start + REQUEST_FRAME_BYTES] for start in starts)]
+        return [body]
+    check_size(body, f"a {type(item.command if isinstance(item, c.Call) else item).__name__} command")
+    return [body[start : start + REQUEST_FRAME_BYTES] for start in range(0, len(body), REQUEST_FRAME_BYTES)]
 
 
-def messages(requests: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+def grouped(requests: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
     """Yield the messages for these requests (see `request`), in their order: up to `MAX_GROUP` consecutive requests
-    share a message (GROUP, method, body, method, body, ...); a request of several body frames has its own."""
-    group: list[list[bytes]] = []
+    share a message (GROUP, request, request, ...); a request of several frames has its own."""
+    group: list[bytes] = []
     for each in requests:
-        if group and (len(each) > 2 or len(group) == MAX_GROUP):
+        if group and (len(each) > 1 or len(group) == MAX_GROUP):
             yield _joined(group)
             group = []
-        if len(each) > 2:
+        if len(each) > 1:
             yield each
         else:
-            group.append(each)
+            group += each
     if group:
         yield _joined(group)
 
 
-def _joined(group: Sequence[list[bytes]]) -> list[bytes]:
-    return group[0] if len(group) == 1 else [GROUP, *chain.from_iterable(group)]
+def _joined(group: list[bytes]) -> list[bytes]:
+    return group if len(group) == 1 else [GROUP, *group]
 
 
-def split_requests(frames: Sequence[bytes]) -> list[tuple[str, bytes]]:
-    """Return method and body of each request in a message. Raises `InvalidRequestError` if it is malformed."""
-    if len(frames) < 2:
-        raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")
-    method, *parts = frames
-    if method != GROUP:
-        return [(_method_name(method), parts[0] if len(parts) == 1 else b"".join(parts))]
-    count, odd = divmod(len(parts), 2)
-    if odd or count > MAX_GROUP:
-        raise InvalidRequestError(
-            f"a message with several requests needs 2 frames for each of up to {MAX_GROUP} requests, got {len(parts)}"
-        )
-    return [(_method_name(each), body) for each, body in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _method_name(frame: bytes) -> str:
-    """Return the text of a frame with a method. Raises `InvalidRequestError` if it cannot be the name of one."""
-    if len(frame) > MAX_METHOD_BYTES or not frame.isalnum():
-        raise InvalidRequestError(f"not a request of this protocol: {beginning(frame)}")
-    return frame.decode()
+def split_requests(frames: Sequence[bytes]) -> list[bytes]:
+    """Return the requests in a message. Raises `InvalidRequestError` if it is malformed."""
+    if not frames or frames[0] != GROUP:
+        return [frames[0] if len(frames) == 1 else b"".join(frames)]
+    if len(frames) - 1 > MAX_GROUP:
+        raise InvalidRequestError(f"a message has at most {MAX_GROUP} requests, got {len(frames) - 1}")
+    return list(frames[1:])
 
 
 def beginning(data: bytes) -> str:
@@ -111,15 +103,15 @@ def check_size(body: bytes, what: str) -> None:
         raise RequestTooLargeError(wanted_bytes=len(body), limit_bytes=MAX_MESSAGE_BYTES, what=what)
 
 
-def answer(number: int, body: bytes) -> list[bytes]:
-    """Return the frames of a successful reply."""
-    return [number.to_bytes(8, "little"), OK, body]
+def answer(number: int, body: bytes) -> bytes:
+    """Return the frame of a successful reply."""
+    return _encode((number, OK, msgspec.Raw(body)))
 
 
-def refusal(number: int, error: DataPlaneError) -> list[bytes]:
-    """Return the frames of an error reply."""
+def refusal(number: int, error: DataPlaneError) -> bytes:
+    """Return the frame of an error reply."""
     name, facts = to_wire(error)
-    return [number.to_bytes(8, "little"), name.encode(), facts]
+    return _encode((number, name, msgspec.Raw(facts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +121,43 @@ class Reply:
 
     number: int
     outcome: str
-    body: bytes
+    body: msgspec.Raw
 
     @classmethod
     def parse(cls, frames: Sequence[bytes]) -> list[Reply]:
-        """Parse a message of one or more replies. Raises `InternalError` if the frames are malformed."""
-        if not frames or len(frames) % 3 or any(len(number) != 8 for number in frames[::3]):
-            raise InternalError(what=f"malformed reply of {len(frames)} frames on the ZMQ connection")
-        return [
-            cls(int.from_bytes(number, "little"), outcome.decode(errors="replace"), body)
-            for number, outcome, body in zip(frames[::3], frames[1::3], frames[2::3], strict=True)
-        ]
+        """Parse a message of one or more replies, a frame each. Raises `InternalError` if it is malformed."""
+        try:
+            return [cls(*_decode(frame)) for frame in frames]
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise InternalError(what=f"malformed reply on the ZMQ connection ({error})") from error
 
     @property
     def error(self) -> DataPlaneError | None:
         """The error of the reply; None if the call succeeded."""
-        return None if self.outcome == "ok" else from_wire(self.outcome, self.body)
+        return None if self.outcome == OK else from_wire(self.outcome, bytes(self.body))
 
-    def good_body(self) -> bytes:
+    def good_body(self) -> msgspec.Raw:
         """Return the body. Raises the reply's error."""
         error = self.error
         if error is not None:
             raise error
         return self.body
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply to an `OpenSession`: the ledger's output, and the facts of the service that a client needs."""
+
+    opened: c.Opened
+    endpoints: tuple[str, ...]
+    host: str
+    heartbeat_s: float
+    put_timeout_s: float
+    durable: bool
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply to a heartbeat. An epoch that differs from the session's epoch means that the session ended.
+    min_heartbeat_s: the shortest time until the next heartbeat."""
+
+    epoch: int
+    min_heartbeat_s: float

@@ -225,7 +225,7 @@ def test_any_change_of_the_data_under_a_checksum_that_fits(tmp_path: Path, bare:
     """Restored as what it says now, or refused with a named error and nothing left; the service goes on."""
     bare.register_partition("q", ["x"], 2, ["train"])
     fields = {"x": [torch.arange(3), torch.arange(2)], "o": [{"a": 1}, "b"], "s": Shared(torch.ones(1), [0, 0])}
-    bare.put_samples(["a", "b"], "q", fields, [{"n": 1 << 70, "t": "x"}, {"n": 2}])
+    bare.put_samples(["a", "b"], "q", fields, [{"n": 1 << 60, "t": "x"}, {"n": 2}])
     bare.checkpoint(tmp_path / "c")
     bare.clear_samples(None, "q")
     file = data_file(tmp_path / "c")

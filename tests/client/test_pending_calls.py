@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,7 +22,8 @@ from dataplane.errors import (
     to_wire,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec, zmq_frames
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import zmq_frames
 
 # --- The calls of a session while its service comes and goes: what is waited for, what counts as an
 # answer.
@@ -45,11 +47,12 @@ def calls_of(**settings: Any) -> tuple[Calls, list[int]]:
 
 
 def refusal(number: int, error: DataPlaneError) -> zmq_frames.Reply:
-    return zmq_frames.Reply(number, *to_wire(error))
+    name, facts = to_wire(error)
+    return zmq_frames.Reply(number, name, msgspec.Raw(facts))
 
 
 def done(number: int) -> zmq_frames.Reply:
-    return zmq_frames.Reply(number, "ok", codec.encode_result(c.Done()))
+    return zmq_frames.Reply(number, "ok", msgspec.Raw(messages.encode(c.Done())))
 
 
 def test_a_lost_service_is_waited_for_only_if_it_keeps_its_state() -> None:

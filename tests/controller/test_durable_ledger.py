@@ -23,7 +23,7 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.ledger.encoding import journal_records
+from dataplane.ledger.encoding import messages
 from tests.ledger.driver import Driver
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.test_replay import a_busy_day
@@ -131,7 +131,7 @@ def test_ticks_at_which_nothing_is_due_need_no_record_of_their_own(tmp_path: Pat
         assert durable.apply(c.Tick(now=1.0 + n / 100)) == []
     assert durable._journal.last == before
     durable.apply(c.Heartbeat(session=1))
-    assert [type(journal_records.decode(record)) for _, record in durable._journal.records(before)] == [
+    assert [type(messages.decode(record)) for _, record in durable._journal.records(before)] == [
         c.Tick,
         c.Heartbeat,
     ]

@@ -27,14 +27,15 @@ from dataplane.controller import controller as controller_module
 from dataplane.controller import zmq_server
 from dataplane.controller.controller import Controller
 from dataplane.controller.event_loop import LedgerThread
-from dataplane.controller.requests import Facts, Reply, message_of
+from dataplane.controller.requests import Facts, Reply, body_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core import zmq_io
 from dataplane.core.addresses import split_address
 from dataplane.errors import DataPlaneError, InvalidRequestError, ServiceUnavailableError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec, zmq_frames
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import zmq_frames
 from tests.controller.service import ScriptedLedger
 from tests.ledger.driver import Driver
 from tests.ledger.fingerprint import fingerprint
@@ -173,12 +174,12 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
         client.call(c.Units())
         count(zmq_server, "receive", "requests received")
         count(zmq_server, "send", "replies sent")
-        count(codec, "decode", "requests read")
-        count(codec, "to_pb", "replies written")
+        count(messages, "decode_request", "requests read")
+        count(zmq_server, "body_of", "replies written")
         count(zmq_io, "send", "requests sent")
         count(zmq_io, "receive", "replies received")
-        count(codec, "call_to_pb", "requests written")
-        count(codec, "decode_result", "replies read")
+        count(zmq_frames, "request", "requests written")
+        count(messages, "decode_result", "replies read")
         for _ in range(CALLS):
             client.call(c.Units())
         monkeypatch.undo()
@@ -210,7 +211,7 @@ def test_a_tls_handshake_is_named_in_the_log(server: ZmqServer, caplog: pytest.L
 def test_bytes_of_another_protocol_are_escaped_in_the_log(
     server: ZmqServer, dealer: Socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dealer.send_multipart([b"\xc2\x1b[2J" * 100, b""])
+    dealer.send_multipart([b"\xc2\x1b[2J" * 100])
     assert server.socket.poll(WAIT_MS)
     assert server.serve(Taken())
     (line,) = caplog.messages
@@ -290,10 +291,10 @@ def link() -> Iterator[Link]:
 
 def as_reply(output: c.Answer, facts: Facts) -> zmq_frames.Reply:
     try:
-        frames = zmq_frames.answer(output.number, message_of(output, facts).SerializeToString())
+        frame = zmq_frames.answer(output.number, body_of(output, facts))
     except DataPlaneError as error:
-        frames = zmq_frames.refusal(output.number, error)
-    return zmq_frames.Reply.parse(frames)[0]
+        frame = zmq_frames.refusal(output.number, error)
+    return zmq_frames.Reply.parse([frame])[0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -320,7 +321,7 @@ def test_a_history_in_shared_messages_has_the_outcome_of_one_in_single_messages(
         most = chance.randrange(1, 80)
         while left and isinstance(left[0], c.Call) and left[0].session == first.session and len(calls) < most:
             calls.append(left.pop(0))
-        link.serve(shell, first.session, list(zmq_frames.messages(zmq_frames.request(call) for call in calls)))
+        link.serve(shell, first.session, list(zmq_frames.grouped(zmq_frames.request(call) for call in calls)))
     assert fingerprint(together) == fingerprint(alone)
     assert expected
     for session, replies in expected.items():
@@ -338,11 +339,13 @@ def seals(*numbers: int, session: int = 3) -> list[list[bytes]]:
 def test_a_malformed_request_spoils_no_other_of_its_message(link: Link) -> None:
     ledger = ScriptedLedger()
     shell = LedgerThread(ledger, link.server, link.facts)
-    (message,) = zmq_frames.messages([*seals(1), [b"Units", b"\xff\xff"], *seals(2)])
+    mistaken = c.Seal(partition=5)  # type: ignore[arg-type]
+    call = zmq_frames.request(c.Call(session=3, number=7, watermark=1, command=mistaken))
+    (message,) = zmq_frames.grouped([*seals(1), call, *seals(2)])
     link.serve(shell, 3, [message])
     (replies,) = link.replies(3, 3)
-    assert [reply.number for reply in replies] == [1, 0, 2]
-    with pytest.raises(InvalidRequestError, match="not a Units message"):
+    assert [reply.number for reply in replies] == [1, 7, 2]
+    with pytest.raises(InvalidRequestError, match="Seal: partition=5: expected `str`, got `int`"):
         replies[1].good_body()
     assert [call.number for call in ledger.of(c.Seal)] == [1, 2]
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import zlib
 
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from dataplane.controller.requests import CALLERS_REPORTS, Facts, message_of, parse
-from dataplane.errors import ERROR_TYPES, DataPlaneError, InvalidRequestError, SessionExpiredError
+from dataplane.controller.requests import Facts, body_of
+from dataplane.errors import ERROR_TYPES, DataPlaneError, InvalidRequestError, SessionExpiredError, to_wire
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
-from dataplane.ledger.encoding import journal_records
-from dataplane.protocol import codec, unit_stream, zmq_frames
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import unit_stream, zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
 from tests.fuzz.target import Feed, FindingError, Target, piece
 from tests.ledger.driver import Driver
@@ -22,7 +23,8 @@ from tests.ledger.test_replay import a_busy_day
 from tests.protocol.values import plain
 
 FACTS = Facts(address="here:1", epoch=7, host="host", endpoints=("ipc://@x",), heartbeat_s=1.0)
-METHODS = sorted([*codec.METHODS, *CALLERS_REPORTS])
+COMMANDS = {kind.__name__: kind for kind in c.Answered.__subclasses__()}
+METHODS = sorted([*COMMANDS, "OpenSession", "Heartbeat", "DropUnit"])
 MAX_SEEDS = 60
 LIMITS = Limits(samples=1 << 12, parked=64, sessions=16, partitions=16)
 
@@ -46,9 +48,8 @@ def requests(data: bytes) -> None:
     feed, ledger = Feed(data), Ledger.restored(_image())
     refused: DataPlaneError | None = None
     while feed:
-        method, body = METHODS[feed.number(len(METHODS))], feed.piece()
         try:
-            item = parse(method, body)
+            item = messages.decode_request(feed.piece())
         except DataPlaneError as error:
             refused = error
             continue
@@ -74,12 +75,12 @@ def headers(data: bytes) -> None:
     calls = [item for item in day().log if isinstance(item, c.Call)]
     refused: DataPlaneError | None = None
     while feed:
-        method, body = codec.encode(calls[feed.number(len(calls))])
-        message = codec.METHODS[method].request.FromString(body)
+        command = calls[feed.number(len(calls))].command
         place = np.frombuffer(feed.take(HEADER_BYTES).ljust(HEADER_BYTES, b"\xff"), "<i8").tolist()
-        message.header.session, message.header.number, message.header.watermark = place  # type: ignore[attr-defined]
+        session, number, watermark = place
+        call = c.Call(session=session, number=number, watermark=watermark, command=command)
         try:
-            item = parse(method, message.SerializeToString())
+            item = messages.decode_request(messages.encode(call))
         except DataPlaneError as error:
             refused = error
             continue
@@ -97,7 +98,7 @@ def header_seeds() -> list[bytes]:
 
 def _journalled(item: c.Input) -> None:
     """What a ledger is given can be written down and read again."""
-    back = journal_records.decode(journal_records.encode(item))
+    back = messages.decode(messages.encode(item))
     if repr(plain(back)) != repr(plain(item)):
         raise FindingError(f"{item!r} comes back from the journal as {back!r}")
 
@@ -109,15 +110,15 @@ def _answered(item: c.Input, output: c.Output) -> None:
         return
     number = output.number if isinstance(output, c.Answer) else 0
     try:
-        body = message_of(output, FACTS).SerializeToString()
+        body = body_of(output, FACTS)
         zmq_frames.answer(number, body)
     except DataPlaneError as error:
-        back = zmq_frames.Reply.parse(zmq_frames.refusal(number, error))[0].error
+        back = zmq_frames.Reply.parse([zmq_frames.refusal(number, error)])[0].error
         if type(back) is not type(error) or str(back) != str(error):
             raise FindingError(f"the client reads {back!r} for {error!r}") from error
         return
     if isinstance(output, c.Answer) and isinstance(item, c.Call) and output.number == item.number:
-        codec.decode_result(type(item.command).__name__, body)
+        messages.decode_result(type(item.command), body)
 
 
 def _still_whole(ledger: Ledger, data: bytes) -> None:
@@ -147,8 +148,7 @@ def _later(item: c.Input) -> c.Input:
 
 
 def _request(item: c.Input) -> bytes:
-    method, body = codec.encode(item)
-    return bytes([METHODS.index(method)]) + piece(body)
+    return piece(messages.encode(item))
 
 
 # --- storage units ------------------------------------------------------------------------------------------------
@@ -201,16 +201,16 @@ def order_seeds() -> list[bytes]:
 
 # --- answers ------------------------------------------------------------------------------------------------------
 
-RESULTS = sorted(codec.METHODS)
+RESULTS = sorted(COMMANDS)
 
 
 def answers(data: bytes) -> None:
     """A reply of the ZMQ server as a client reads it: a result, or an error."""
     feed = Feed(data)
-    method, number = RESULTS[feed.number(len(RESULTS))], feed.take(8)
-    body = zmq_frames.Reply.parse([number, feed.piece(), feed.rest()])[0].good_body()
-    result = codec.decode_result(method, body)
-    if repr(plain(codec.decode_result(method, codec.encode_result(result)))) != repr(plain(result)):
+    command = COMMANDS[RESULTS[feed.number(len(RESULTS))]]
+    body = zmq_frames.Reply.parse([feed.rest()])[0].good_body()
+    result = messages.decode_result(command, body)
+    if repr(plain(messages.decode_result(command, messages.encode(result)))) != repr(plain(result)):
         raise FindingError(f"{result!r} changes on its way")
 
 
@@ -221,22 +221,18 @@ def answer_seeds() -> list[bytes]:
             for result in day().answers.get((item.session, item.number), ()):
                 if isinstance(result, c.Result):
                     method = type(item.command).__name__
-                    found[method] = bytes([RESULTS.index(method)]) + _reply(b"ok", codec.encode_result(result))
+                    found[method] = bytes([RESULTS.index(method)]) + zmq_frames.answer(7, messages.encode(result))
     expired = SessionExpiredError(session=3, why="it is over")
-    refusals = [zmq_frames.refusal(7, expired)[1:], [b"NoSuchError", b"\x80"]]
-    return [*found.values(), *(b"\0" + _reply(*frames) for frames in refusals)]
-
-
-def _reply(outcome: bytes, body: bytes) -> bytes:
-    return (7).to_bytes(8, "little") + piece(outcome) + body
+    frames = [zmq_frames.refusal(7, expired), msgspec.msgpack.encode((7, "NoSuchError", [128]))]
+    return [*found.values(), *(b"\0" + frame for frame in frames)]
 
 
 def errors(data: bytes) -> None:
     """An error of any kind, with whatever facts, as a client makes it again."""
     feed = Feed(data)
     names = sorted(ERROR_TYPES)
-    frames = [b"\0" * 8, names[feed.number(len(names))].encode(), feed.rest()]
-    error = zmq_frames.Reply.parse(frames)[0].error
+    reply = zmq_frames.Reply(0, names[feed.number(len(names))], msgspec.Raw(feed.rest()))
+    error = reply.error
     if error is not None:
         str(error)
         raise error
@@ -246,7 +242,7 @@ def error_seeds() -> list[bytes]:
     names = sorted(ERROR_TYPES)
     seen = [result for results in day().answers.values() for result in results if isinstance(result, DataPlaneError)]
     some = [SessionExpiredError(session=3, why="it is over"), *seen]
-    return [bytes([names.index(type(error).__name__)]) + zmq_frames.refusal(0, error)[2] for error in some[:20]]
+    return [bytes([names.index(type(error).__name__)]) + to_wire(error)[1] for error in some[:20]]
 
 
 TARGETS = [

@@ -12,7 +12,7 @@ from dataplane.data.meta import KVBatchMeta
 from dataplane.data.object_codec import decode_object, encode_object
 from dataplane.errors import DataPlaneError, InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec
+from dataplane.ledger.encoding import messages
 from dataplane.storage.transport.read_plans import plan_read
 from tests.data.columns_helpers import encode_one, store
 from tests.fuzz.target import Feed, FindingError, Target, piece
@@ -140,8 +140,8 @@ def _dtype(spec: FieldSpec) -> int:
 def metas(data: bytes) -> None:
     """The meta that a client makes of a claim's or a list's answer."""
     feed = Feed(data)
-    kind = ("Claim", "List")[feed.number(2)]
-    result = codec.decode_result(kind, feed.rest())
+    kind = (c.Claim, c.List)[feed.number(2)]
+    result = messages.decode_result(kind, feed.rest())
     assert isinstance(result, c.Claimed | c.Listed)
     meta = meta_of(result, "p", task="t")
     if meta.size:
@@ -155,7 +155,7 @@ def meta_seeds() -> list[bytes]:
     lengths = c.TagColumn(name="input_lengths", values=(3, 4, 5))
     tags = (lengths, c.TagColumn(name="t", values=(1.5,), positions=rows[:1]))
     claimed = c.Claimed(ids=("a", "b", "c"), rows=rows, generations=rows + 1, tags=tags, fields=("x",))
-    return [b"\0" + codec.encode_result(claimed), b"\1" + codec.encode_result(_listed(tags))]
+    return [b"\0" + messages.encode(claimed), b"\1" + messages.encode(_listed(tags))]
 
 
 def _listed(tags: tuple[c.TagColumn, ...]) -> c.Listed:

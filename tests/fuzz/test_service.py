@@ -7,7 +7,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -18,15 +18,16 @@ import torch
 import zmq
 
 import dataplane
-from dataplane.controller.requests import CALLERS_REPORTS
 from dataplane.core.addresses import split_address
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import codec, zmq_frames
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.pb import control_pb2
 from tests.fuzz.control_targets import day
 from tests.fuzz.mutation import damage
+from tests.protocol.values import grpc_request
 
 pytestmark = pytest.mark.integration
 
@@ -115,17 +116,17 @@ def works(service: Service) -> None:
 
 
 @contextlib.contextmanager
-def session(service: Service) -> Iterator[control_pb2.Opened]:
+def session(service: Service) -> Iterator[c.Opened]:
     """A session that is opened by hand."""
     wanted = c.OpenSession(nonce="attacker", host="elsewhere", name="attacker", protocol_version=PROTOCOL_VERSION)
     with dealer(endpoint(service)) as peer:
-        method, body = codec.encode(wanted)
-        peer.send_multipart([method.encode(), body])
+        peer.send_multipart(zmq_frames.request(wanted))
         assert peer.poll(WAIT_MS)
-        opened = control_pb2.Opened.FromString(peer.recv_multipart()[2])
+        (reply,) = zmq_frames.Reply.parse(peer.recv_multipart())
+        opened: c.Opened = messages.decode_as(zmq_frames.Welcome, reply.good_body()).opened
         yield opened
-        method, body = codec.encode(c.Call(session=opened.session, number=1 << 40, watermark=1 << 40, command=c.Bye()))
-        peer.send_multipart([method.encode(), body])
+        bye = c.Call(session=opened.session, number=1 << 40, watermark=1 << 40, command=c.Bye())
+        peer.send_multipart(zmq_frames.request(bye))
         assert peer.poll(WAIT_MS)
 
 
@@ -143,34 +144,40 @@ def dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
-def requests(session: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """Damaged requests of a session, one in eight of them good."""
+def encoded(item: c.Input) -> bytes:
+    """The request on gRPC."""
+    request: bytes = grpc_request(item).SerializeToString()
+    return request
+
+
+def requests(session: int, count: int, encode: Callable[[c.Input], bytes]) -> Iterator[tuple[str, bytes]]:
+    """Damaged requests of a session, one in eight of them good, and the names of their commands."""
     log = [item for item in day().log if isinstance(item, c.Call | c.OpenSession)]
     chance = random.Random(7)
     for number in range(1, count + 1):
         item, other = chance.choice(log), chance.choice(log)
         if isinstance(item, c.Call):
             item = msgspec.structs.replace(item, session=session, number=number, watermark=max(1, number - 100))
-        method, body = codec.encode(item)
-        yield method, damage(body, codec.encode(other)[1], number if number % 8 else 0)
+        name = type(item.command if isinstance(item, c.Call) else item).__name__
+        yield name, damage(encode(item), encode(other), number if number % 8 else 0)
 
 
 def attack_door(service: Service, session: int) -> None:
     chance = random.Random(3)
     with dealer(endpoint(service)) as peer:
-        for method, body in requests(session, SERVER_MESSAGES):
-            frames = [method.encode(), body]
+        for _, body in requests(session, SERVER_MESSAGES, messages.encode):
+            frames = [zmq_frames.GROUP, body]
             if chance.random() < 0.2:
                 frames = [damage(frame, body, chance.randrange(1 << 30)) for frame in frames]
             if chance.random() < 0.1:
                 frames = frames[: chance.randrange(1, 4)] + frames[: chance.randrange(3)]
-            peer.send_multipart(frames)
+            if frames:
+                peer.send_multipart(frames)
             while peer.poll(0):
                 peer.recv_multipart()
         # It answers what comes after.
-        method, body = codec.encode(c.Heartbeat(session=session))
         with dealer(endpoint(service)) as other:
-            other.send_multipart([method.encode(), body])
+            other.send_multipart(zmq_frames.request(c.Heartbeat(session=session)))
             assert other.poll(WAIT_MS)
 
 
@@ -183,9 +190,11 @@ def attack_headers(service: Service, session: int) -> None:
             request = control_pb2.StatsRequest()
             request.header.session, request.header.number, request.header.watermark = place
             body = request.SerializeToString()
-            peer.send_multipart([b"Stats", b"", body])
+            call = c.Call(session=place[0], number=place[1], watermark=place[2], command=c.Stats())
+            peer.send_multipart(zmq_frames.request(call))
             assert peer.poll(WAIT_MS), place
-            assert peer.recv_multipart()[1] in (b"InvalidRequestError", b"SessionExpiredError")
+            (reply,) = zmq_frames.Reply.parse(peer.recv_multipart())
+            assert reply.outcome in ("InvalidRequestError", "SessionExpiredError")
             with pytest.raises(grpc.RpcError):
                 stats(body, timeout=WAIT_MS / 1000)
 
@@ -194,10 +203,10 @@ def attack_grpc(service: Service, session: int) -> None:
     def identity(body: bytes) -> bytes:
         return body
 
-    names = [*codec.METHODS, *CALLERS_REPORTS]
+    names = [*codec.METHODS, "OpenSession", "Heartbeat", "DropUnit"]
     chance = random.Random(5)
     with grpc.insecure_channel(service.address) as channel:
-        for method, body in requests(session, GRPC_CALLS):
+        for method, body in requests(session, GRPC_CALLS, encoded):
             name = method if chance.random() < 0.8 else chance.choice(names)
             call = channel.unary_unary(f"/tq.v1.Control/{name}", identity, identity)
             with contextlib.suppress(grpc.RpcError):
@@ -209,7 +218,7 @@ def attack_grpc(service: Service, session: int) -> None:
                 list(stream(iter([chance.randbytes(number), b""]), timeout=0.5))
 
 
-def attack_units(opened: control_pb2.Opened) -> None:
+def attack_units(opened: c.Opened) -> None:
     """Read, write and stop with damages, to the unit's own socket."""
     chance = random.Random(11)
     for unit in opened.units:
@@ -231,7 +240,7 @@ def attack_units(opened: control_pb2.Opened) -> None:
                     peer.recv_multipart()
 
 
-def attack_sockets(service: Service, opened: control_pb2.Opened) -> None:
+def attack_sockets(service: Service, opened: c.Opened) -> None:
     """Bytes of no protocol, and what begins like one of theirs."""
     host, port = split_address(service.address)
     units = [each.removeprefix("tcp://") for unit in opened.units for each in unit.endpoints if each.startswith("tcp")]

@@ -17,7 +17,7 @@ from dataplane.errors import (
 from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import NOTICE_S, Pressure
-from dataplane.ledger.encoding.journal_records import decode, encode
+from dataplane.ledger.encoding.messages import decode, encode
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.tombstones import REMEMBERED
 from dataplane.ledger.state.units import Unit

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec, Scalar
 from dataplane.ledger import commands as c
+from dataplane.protocol import codec
+from dataplane.protocol.converters import plan_of
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 TEXT = st.text(max_size=8)
 SCALAR = st.one_of(
-    st.none(), st.booleans(), TEXT, st.integers(), st.floats(allow_nan=False), st.sampled_from([1 << 63, -(1 << 70)])
+    st.none(), st.booleans(), TEXT, INT64, st.floats(allow_nan=False), st.sampled_from([1 << 63, (1 << 64) - 1])
 )
 SPECS = st.builds(
     FieldSpec,
@@ -41,7 +43,7 @@ def samples(draw: st.DrawFn) -> c.Samples:
 
 @st.composite
 def tag_columns(draw: st.DrawFn) -> c.TagColumn:
-    kind = draw(st.sampled_from([SCALAR, TEXT, st.booleans(), INT64, st.integers(), st.floats(allow_nan=False)]))
+    kind = draw(st.sampled_from([SCALAR, TEXT, st.booleans(), INT64, st.floats(allow_nan=False)]))
     values: list[Any] = draw(st.lists(kind, max_size=4))
     positions = draw(st.none() | st.lists(INT64, min_size=len(values), max_size=len(values)))
     return c.TagColumn(
@@ -106,3 +108,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((key, plain(item)) for key, item in value.items())
     return type(value).__name__, value
+
+
+def grpc_request(item: c.Input) -> Any:
+    """The message of a request that a client in another language sends."""
+    if not isinstance(item, c.Call):
+        return codec.to_pb(item)
+    plan = plan_of(type(item.command))
+    header = {name: getattr(item, name) for name in ("session", "number", "watermark", "confirmed")}
+    return plan.message(header=header, **plan.keywords(item.command))  # type: ignore[arg-type]

@@ -195,7 +195,7 @@ class AsyncChannel(OpenChannel):
         try:
             self._send(outgoing.frames)
         except ServiceUnavailableError as error:
-            log.warning("%s will be sent later: %s", outgoing.method, error)
+            log.warning("%s will be sent later: %s", outgoing.command.__name__, error)
 
     def _send(self, frames: list[bytes]) -> None:
         """Send a request at the end of this turn of the event loop. Raises as `CallSocket.open`."""

@@ -173,7 +173,7 @@ class ControllerChannel(OpenChannel):
         try:
             self._send(outgoing.frames)
         except ServiceUnavailableError as error:
-            log.warning("%s will be sent later: %s", outgoing.method, error)
+            log.warning("%s will be sent later: %s", outgoing.command.__name__, error)
 
     def _maintain(self) -> None:
         """Process responses to posted calls, resend the unanswered ones, and post the commands of `leftovers`. The

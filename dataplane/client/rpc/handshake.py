@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
-from google.protobuf.message import DecodeError
 
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.core.addresses import boot_id, dial, join_address, resolve, split_address
@@ -32,15 +31,15 @@ from dataplane.errors import (
     AuthenticationError,
     ClientClosedError,
     DataPlaneError,
-    InvalidRequestError,
+    InternalError,
     ProtocolVersionError,
     ServiceRestartedError,
     ServiceUnavailableError,
     TlsError,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec, zmq_frames
-from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import zmq_frames
 from dataplane.protocol.server_keys import OPEN, SILENT, ConnectionKeys, keys_of, unreached
 from dataplane.protocol.zap import present
 
@@ -225,35 +224,33 @@ def _connect_once(
         with _rejection_monitor(dealer) as monitor:
             dealer.connect(f"tcp://{zmq_address}")
             reply = _request_reply(dealer, monitor, zmq_frames.request(command), address, zmq_address, deadline, check)
-        message, opened = _parse_opened(reply.good_body(), address)  # `good_body` raises the error of a rejection
-        endpoint, dealer = _choose_endpoint(dealer, message, keys, context, zmq_address)
+        welcome = _welcome(reply.good_body(), address)  # `good_body` raises the error of a rejection
+        endpoint, dealer = _choose_endpoint(dealer, welcome, keys, context, zmq_address)
     except BaseException:
         dealer.close()
         raise
     session = OpenedSession(
-        number=opened.session,
-        epoch=opened.epoch,
-        units=opened.units,
+        number=welcome.opened.session,
+        epoch=welcome.opened.epoch,
+        units=welcome.opened.units,
         address=address,
         endpoint=endpoint,
-        # The smaller of the service's interval (0: not set) and the client's.
-        heartbeat_s=min(message.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
+        heartbeat_s=min(welcome.heartbeat_s, config.heartbeat_s),
         nonce=command.nonce,
-        durable=message.durable,
+        durable=welcome.durable,
         keys=keys,
-        put_timeout_s=message.put_timeout_s,
+        put_timeout_s=welcome.put_timeout_s,
     )
     return session, dealer
 
 
-def _parse_opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
-    """Return the message, which also says how to reach the service, and the ledger's part of it. Raise
-    `ServiceUnavailableError` if the body is not such a message."""
+def _welcome(body: msgspec.Raw, address: str) -> zmq_frames.Welcome:
+    """Return the reply to an OpenSession. Raise `ServiceUnavailableError` if it is something else."""
     try:
-        message = pb.Opened.FromString(body)
-        return message, codec.from_pb(c.Opened, message)
-    except (DecodeError, InvalidRequestError) as error:
+        welcome: zmq_frames.Welcome = messages.decode_as(zmq_frames.Welcome, body)
+    except InternalError as error:
         raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
+    return welcome
 
 
 def is_slow(error: ServiceUnavailableError) -> bool:
@@ -329,13 +326,13 @@ def _receive_reply(dealer: Socket, address: str) -> zmq_frames.Reply:
 
 
 def _choose_endpoint(
-    dealer: Socket, opened: pb.Opened, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
+    dealer: Socket, welcome: zmq_frames.Welcome, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
 ) -> tuple[str, Socket]:
     """Return the best endpoint that works from this process, and a socket to it on which a heartbeat of the session was
     sent. An ipc endpoint is used only if it answers the heartbeat; `dealer`, the TCP socket, is then closed."""
-    heartbeat = zmq_frames.request(c.Heartbeat(session=opened.session))
-    if opened.host == boot_id():  # the service runs on this host
-        for endpoint in (each for each in opened.endpoints if each.startswith("ipc://")):
+    heartbeat = zmq_frames.request(c.Heartbeat(session=welcome.opened.session))
+    if welcome.host == boot_id():  # the service runs on this host
+        for endpoint in (each for each in welcome.endpoints if each.startswith("ipc://")):
             ipc_dealer = dealer_socket(context, endpoint, keys)
             _send_heartbeat(ipc_dealer, heartbeat)
             if ipc_dealer.poll(int(IPC_WAIT_S * 1000)):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 import zmq
-from google.protobuf.message import DecodeError
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.client.rpc.handshake import Socket, is_slow, resume_session
@@ -21,9 +20,9 @@ from dataplane.core.failpoints import hit
 from dataplane.core.zmq_io import Waker, readable
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.ledger import commands as c
+from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import enough_for, none_left
-from dataplane.protocol.pb import control_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -194,9 +193,6 @@ class HeartbeatThread:
                     self._handle_reply(reply)
             except DataPlaneError as error:
                 self._end(error)
-            except DecodeError:
-                log.error("Malformed heartbeat response for session %d", self._calls.session.number)
-                self._check_requested = True
 
     def _handle_reply(self, reply: zmq_frames.Reply) -> None:
         """Record a response, and request a check if another epoch of the service sent it. Raise the errors that end
@@ -205,7 +201,13 @@ class HeartbeatThread:
         self._calls.process_reply(reply)
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
-        message = pb.HeartbeatReply.FromString(reply.good_body())
+        body = reply.good_body()
+        try:
+            message = messages.decode_as(zmq_frames.HeartbeatReply, body)
+        except InternalError:
+            log.error("Malformed heartbeat response for session %d", self._calls.session.number)
+            self._check_requested = True
+            return
         self._min_heartbeat_s = message.min_heartbeat_s
         if message.epoch != self._calls.session.epoch:
             self._check_requested = True

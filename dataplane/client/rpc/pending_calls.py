@@ -20,6 +20,7 @@ from dataplane.errors import (
     ClientClosedError,
     DataPlaneError,
     InternalError,
+    InvalidRequestError,
     RequestTooLargeError,
     ServiceUnavailableError,
     SessionExpiredError,
@@ -30,7 +31,8 @@ from dataplane.errors import (
     to_wire,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec, zmq_frames
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import zmq_frames
 
 RESEND_S = 2.0
 """Time without a response after which a call is resent under its number."""
@@ -39,18 +41,22 @@ RESEND_MAX_S = 10.0
 _EXPIRED = SessionExpiredError.__name__
 _NOT_EXECUTED = frozenset({StateDirError.__name__})
 """Errors that mean that a posted call was not executed and must be resent (names as in `Reply.outcome`)."""
-_NOT_PROCESSED = _NOT_EXECUTED | {ServiceUnavailableError.__name__, InternalError.__name__}
+_NOT_PROCESSED = _NOT_EXECUTED | {
+    ServiceUnavailableError.__name__,
+    InternalError.__name__,
+    InvalidRequestError.__name__,
+}
 """Errors after which the ledger may not have seen the call or its confirmed numbers."""
 
 
 @dataclass(slots=True)
 class OutgoingCall:
-    """A pending call: its frames, and the times of its first sending (`since`), of its next resend and of its
-    deadline (`time.monotonic`). resend_s: the current interval of resends. doubted: a reply reported the end of the
-    session, which is being checked or was checked."""
+    """A pending call: the type of its command, its frames, and the times of its first sending (`since`), of its next
+    resend and of its deadline (`time.monotonic`). resend_s: the current interval of resends. doubted: a reply reported
+    the end of the session, which is being checked or was checked."""
 
     number: int
-    method: str
+    command: type[c.Command]
     frames: list[bytes]
     since: float
     deadline: float
@@ -185,7 +191,7 @@ class Calls:
         now = time.monotonic()
         if now >= outgoing.deadline:
             raise CallTimeoutError(
-                what=f"call {outgoing.method}",
+                what=f"call {outgoing.command.__name__}",
                 waited_s=now - outgoing.since,
                 peer=f"the controller at {self.session.address}",
             )
@@ -235,7 +241,7 @@ class Calls:
             if not isinstance(error, RequestTooLargeError | StaleCallError):
                 self._record_answer(reply)
             raise error
-        result = codec.decode_result(outgoing.method, reply.body)
+        result: c.Result = messages.decode_result(outgoing.command, reply.body)
         self._record_answer(reply)
         return result
 
@@ -277,8 +283,7 @@ class Calls:
             with self._lock:
                 self._numbering.record_answer(call.number, processed=False)
             raise
-        name = type(call.command).__name__
-        return OutgoingCall(call.number, name, frames, now, deadline, now + RESEND_S)
+        return OutgoingCall(call.number, type(call.command), frames, now, deadline, now + RESEND_S)
 
 
 class OpenChannel:

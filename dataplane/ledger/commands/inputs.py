@@ -5,15 +5,25 @@ Outputs of the ledger (`Output`): answers, orders to storage units, and log entr
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import TYPE_CHECKING
+
 from dataplane.core.types import Checksums
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands.parts import UnitInfo, Value
-from dataplane.ledger.commands.requests import Command
+from dataplane.ledger.commands import inspection as inspection  # its commands, too, are in `AnyCommand`
+from dataplane.ledger.commands.parts import Int64, Natural, UnitInfo, Value
+from dataplane.ledger.commands.requests import Answered, Command
 from dataplane.ledger.commands.results import Result
 
+if TYPE_CHECKING:
+    AnyCommand = Command
+else:  # the types that a decoder accepts
+    AnyCommand = functools.reduce(operator.or_, Answered.__subclasses__())
 
-class Input(Value, frozen=True, kw_only=True):
-    """Base class of the inputs of `Ledger.apply`."""
+
+class Input(Value, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Base class of the inputs of `Ledger.apply`. `encoding.messages` has their encoded form."""
 
 
 class Call(Input, frozen=True, kw_only=True):
@@ -23,11 +33,11 @@ class Call(Input, frozen=True, kw_only=True):
     `confirmed`, makes their claims final, and refuses late repetitions of these calls. A client repeats a
     confirmed number until a call that carried it is answered."""
 
-    session: int
-    number: int
-    watermark: int
-    command: Command
-    confirmed: tuple[int, ...] = ()
+    session: Natural
+    number: Natural
+    watermark: Natural
+    command: AnyCommand
+    confirmed: tuple[Natural, ...] = ()
 
 
 class OpenSession(Input, frozen=True, kw_only=True):
@@ -39,22 +49,22 @@ class OpenSession(Input, frozen=True, kw_only=True):
     nonce: str
     host: str
     name: str
-    protocol_version: int
-    session: int = 0
-    epoch: int = 0
+    protocol_version: Int64
+    session: Int64 = 0
+    epoch: Int64 = 0
     lock_path: str = ""
 
 
 class Heartbeat(Input, frozen=True, kw_only=True):
     """The session's client was heard from. Every `Call` implies this."""
 
-    session: int
+    session: Int64
 
 
 class SessionSilent(Input, frozen=True, kw_only=True):
     """The session's liveness stream ended without a `Bye`: check at once whether its process still runs."""
 
-    session: int
+    session: Int64
 
 
 class AddUnit(Input, frozen=True, kw_only=True):
@@ -71,13 +81,13 @@ class AddUnit(Input, frozen=True, kw_only=True):
 
     name: str
     host: str
-    epoch: int
+    epoch: Int64
     cookie: str
-    capacity_bytes: int
-    backed_bytes: int
+    capacity_bytes: Int64
+    backed_bytes: Int64
     endpoints: tuple[str, ...]
     arena_path: str
-    unit: int = 0
+    unit: Int64 = 0
     instead_of: str = ""
     curve_key: str = ""
     anew: bool = False
@@ -87,13 +97,13 @@ class UnitLost(Input, frozen=True, kw_only=True):
     """The unit's stream ended. It gets no new rows. Its rows stay located, and clients detect failed reads
     themselves."""
 
-    unit: int
+    unit: Int64
 
 
 class DropUnit(Input, frozen=True, kw_only=True):
     """Forget a unit. If live rows lie on it, `force` is required and clears those rows. Output: `UnitDropped`."""
 
-    unit: int
+    unit: Int64
     force: bool = False
 
 
@@ -101,8 +111,8 @@ class SessionAttached(Input, frozen=True, kw_only=True):
     """The unit's handshake proved that the session's process shares its host and maps its arena. `lock_path` is
     the file that the process keeps locked while it runs."""
 
-    unit: int
-    session: int
+    unit: Int64
+    session: Int64
     lock_path: str = ""
 
 
@@ -110,22 +120,22 @@ class SessionGone(Input, frozen=True, kw_only=True):
     """The unit has proof that the session can no longer access its bytes: the session's lock was free (local
     session), or the session is fenced (remote session)."""
 
-    unit: int
-    session: int
+    unit: Int64
+    session: Int64
 
 
 class SessionAlive(Input, frozen=True, kw_only=True):
     """The unit tried the session's lock and found it held."""
 
-    unit: int
-    session: int
+    unit: Int64
+    session: Int64
 
 
 class Grown(Input, frozen=True, kw_only=True):
     """The arena is backed by memory up to `backed_bytes`. `error` says why it is not more."""
 
-    unit: int
-    backed_bytes: int
+    unit: Int64
+    backed_bytes: Int64
     error: str | None = None
 
 
@@ -134,7 +144,7 @@ class Restarted(Input, frozen=True, kw_only=True):
     ones. Units must offer themselves again, every session gets its full timeout to be heard, and leases start
     again in full. The settings are those of the new epoch."""
 
-    epoch: int
+    epoch: Int64
     reserve_fraction: float
     heartbeat_s: float
     session_timeout_s: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 
 from dataplane.core.types import FieldSpec, Scalar
-from dataplane.ledger.commands.parts import Int64s, Samples, Value
+from dataplane.ledger.commands.parts import Int64, Int64s, Samples, Value
 from dataplane.ledger.commands.requests import Answered
 from dataplane.ledger.commands.results import Result
 
@@ -40,7 +40,7 @@ class Inspect(Answered[Matrix], frozen=True, kw_only=True):
     `Matrix`."""
 
     partition: str
-    columns: int
+    columns: Int64
 
 
 class TaskState(enum.StrEnum):
@@ -123,8 +123,8 @@ class MemoryMap(Result, frozen=True, kw_only=True):
 class MapMemory(Answered[MemoryMap], frozen=True, kw_only=True):
     """Return how the bytes of a unit's arena are used, in at most `cells` equal parts. Answered `MemoryMap`."""
 
-    unit: int
-    cells: int
+    unit: Int64
+    cells: Int64
 
 
 class WaitKind(enum.StrEnum):
@@ -165,4 +165,4 @@ class Waits(Answered[WaitList], frozen=True, kw_only=True):
 
     partition: str = ""
     task: str = ""
-    limit: int = 0
+    limit: Int64 = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -11,6 +12,9 @@ import numpy.typing as npt
 
 from dataplane.core.types import FieldSpec, Scalar
 
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""An integer that numpy holds. Decoding checks it."""
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 UInt32s = npt.NDArray[np.uint32]
@@ -72,12 +76,21 @@ class Partial(enum.StrEnum):
     DROP = "drop"
 
 
-class Samples(Value, frozen=True, kw_only=True):
+class Samples(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Names of samples: `ids`, or handles (`rows`, `generations`)."""
 
     ids: tuple[str, ...] | None = None
     rows: Int64s | None = None
     generations: Int64s | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the samples are named in one way."""
+        if self.ids is not None:
+            return
+        if self.rows is None or self.generations is None:
+            raise ValueError("samples have neither ids nor handles (rows and generations)")
+        if len(self.rows) != len(self.generations):
+            raise ValueError(f"row handles have {len(self.rows)} rows but {len(self.generations)} generations")
 
     def __len__(self) -> int:
         if self.ids is not None:
@@ -86,12 +99,18 @@ class Samples(Value, frozen=True, kw_only=True):
         return len(self.rows)
 
 
-class TagColumn(Value, frozen=True, kw_only=True):
+class TagColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None: to sample i)."""
 
     name: str
     values: tuple[Scalar, ...]
     positions: Int64s | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless each value has a position."""
+        if self.positions is not None and len(self.positions) != len(self.values):
+            count = len(self.positions)
+            raise ValueError(f"tag {self.name!r} has {len(self.values)} values for {count} positions")
 
 
 class Predicate(Value, frozen=True, kw_only=True):
@@ -102,7 +121,7 @@ class Predicate(Value, frozen=True, kw_only=True):
     value: Scalar | tuple[Scalar, ...]
 
 
-class ColumnSizes(Value, frozen=True, kw_only=True):
+class ColumnSizes(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Sizes of one column: `sizes[k]` bytes for its k-th value (per value, not per sample, where rows are
     shared). `by_schema` as in `CommitColumn`."""
 
@@ -121,7 +140,7 @@ class Placement(Value, frozen=True, kw_only=True):
     offset: int
 
 
-class CommitColumn(Value, frozen=True, kw_only=True):
+class CommitColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One column of a commit. `lengths[k]` is the length of the k-th value in units of `spec.unit_bytes`.
 
     `index[i]` is the value of sample i (None: sample i has value i); many samples may share one value. `checksums[k]`
@@ -138,7 +157,7 @@ class CommitColumn(Value, frozen=True, kw_only=True):
     by_schema: bool = False
 
 
-class FieldLocations(Value, frozen=True, kw_only=True):
+class FieldLocations(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Locations of one field of the named samples; all arrays are aligned with the samples. A missing cell,
     where allowed, has length -1 (unit and offset are undefined). `checksums` are those that the reader must
     compare (0: none; None: none at all)."""

@@ -10,6 +10,7 @@ from dataplane.ledger.commands.parts import (
     ColumnSizes,
     CommitColumn,
     FieldLocations,
+    Int64,
     Int64s,
     Mode,
     OnFull,
@@ -51,7 +52,7 @@ class Command(Value, frozen=True, kw_only=True):
     """Base class of the commands of a `Call`. `timeout_s` of a command that can park counts from the last `Tick`."""
 
 
-class Answered(Command, Generic[R], frozen=True, kw_only=True):
+class Answered(Command, Generic[R], frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A command with a result of type `R`. Its subclasses are the methods of the protocol."""
 
     @classmethod
@@ -87,12 +88,12 @@ class Register(Answered[Done], frozen=True, kw_only=True):
 
     partition: str
     fields: dict[str, FieldSpec]
-    num_samples: int | None
+    num_samples: Int64 | None
     tasks: tuple[str, ...]
-    group_size: int | None = None
+    group_size: Int64 | None = None
     enums: dict[str, tuple[str, ...]] | None = None
     strict: bool = False
-    budget_bytes: int | None = None
+    budget_bytes: Int64 | None = None
     when_full: WhenFull = WhenFull.WAIT
     extend: bool = False
 
@@ -131,7 +132,7 @@ class Allocate(Answered[Allocated], frozen=True, kw_only=True):
     partition: str
     columns: tuple[ColumnSizes, ...]
     update: bool = False
-    unit_wish: int | None = None
+    unit_wish: Int64 | None = None
     on_full: OnFull = OnFull.WAIT
     timeout_s: float = 60.0
     moving: bool = False
@@ -147,15 +148,15 @@ class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
     enough. `Abort` frees what no commit has taken.
     """
 
-    unit: int
-    nbytes: int
+    unit: Int64
+    nbytes: Int64
 
 
 class Abort(Answered[Done], frozen=True, kw_only=True):
     """Free the reservation of call `reservation`. Answered `Done`. If that call is parked, lost or not yet seen,
     it never executes. The client sends this only after every copy into the bytes has ended."""
 
-    reservation: int
+    reservation: Int64
 
 
 class Commit(Answered[Committed], frozen=True, kw_only=True):
@@ -179,11 +180,11 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     partition: str
     samples: Samples
     mode: Mode
-    reservation: int | None = None
-    offset: int | None = None
+    reservation: Int64 | None = None
+    offset: Int64 | None = None
     columns: tuple[CommitColumn, ...] = ()
     tags: tuple[TagColumn, ...] = ()
-    located: int | None = None
+    located: Int64 | None = None
     expected: tuple[FieldLocations, ...] = ()
     listed: bool = False
     parts: tuple[int, ...] = ()
@@ -205,7 +206,7 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
 class Release(Answered[Done], frozen=True, kw_only=True):
     """Unpin the cells that call `located` pinned, even if that call was lost or is not yet seen. Answered `Done`."""
 
-    located: int
+    located: Int64
 
 
 class Claim(Answered[Claimed], frozen=True, kw_only=True):
@@ -236,20 +237,20 @@ class Claim(Answered[Claimed], frozen=True, kw_only=True):
     partition: str
     task: str
     fields: tuple[str, ...]
-    batch_size: int
-    min_batch_size: int | None = None
+    batch_size: Int64
+    min_batch_size: Int64 | None = None
     blocking: bool = True
     timeout_s: float = 60.0
     where: tuple[Predicate, ...] = ()
     group_by: str = "group"
-    group_size: int | None = None
+    group_size: Int64 | None = None
     order: Order = Order.OLDEST
     lease_s: float | None = None
-    dp_rank: int | None = None
-    dp_world: int | None = None
-    step: int | None = None
+    dp_rank: Int64 | None = None
+    dp_world: Int64 | None = None
+    step: Int64 | None = None
     sampler: str | None = None
-    max_lag: int | None = None
+    max_lag: Int64 | None = None
     version_tag: str = WEIGHT_VERSION
     partial_after_s: float | None = None
     partial: Partial = Partial.RELEASE
@@ -261,7 +262,7 @@ class Unclaim(Answered[Done], frozen=True, kw_only=True):
     """Withdraw the claim of call `claimed`, whose answer the client will not use. Answered `Done`. A parked
     claim ends, an answered claim returns its samples, and a claim that is not yet seen never executes."""
 
-    claimed: int
+    claimed: Int64
 
 
 class Ack(Answered[ClaimsSettled], frozen=True, kw_only=True):
@@ -332,7 +333,7 @@ class SetVersion(Answered[Done], frozen=True, kw_only=True):
     decrease; until it is set, claims count from 0."""
 
     partition: str
-    version: int
+    version: Int64
 
 
 class List(Answered[Listed], frozen=True, kw_only=True):
@@ -340,7 +341,7 @@ class List(Answered[Listed], frozen=True, kw_only=True):
 
     partition: str
     samples: Samples | None = None
-    limit: int | None = None
+    limit: Int64 | None = None
 
 
 class Stats(Answered[StatsReport], frozen=True, kw_only=True):
@@ -348,7 +349,7 @@ class Stats(Answered[StatsReport], frozen=True, kw_only=True):
     limit). Answered `StatsReport`."""
 
     partitions: tuple[str, ...] = ()
-    limit: int = 0
+    limit: Int64 = 0
 
 
 class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
@@ -360,8 +361,8 @@ class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
     fields: tuple[str, ...] = ()
     where: tuple[Predicate, ...] = ()
     group_by: str = "group"
-    group_size: int | None = None
-    max_lag: int | None = None
+    group_size: Int64 | None = None
+    max_lag: Int64 | None = None
     version_tag: str = WEIGHT_VERSION
 
 
@@ -380,10 +381,10 @@ class ReadSaved(Answered[SavedRows], frozen=True, kw_only=True):
     """Return samples [first, last), oldest first, of a partition as call `saved` took it: with `names` their ids
     and tags, and the locations of their cells of `fields`. Answered `SavedRows`."""
 
-    saved: int
+    saved: Int64
     partition: str
-    first: int
-    last: int
+    first: Int64
+    last: Int64
     fields: tuple[str, ...] = ()
     names: bool = False
 
@@ -414,7 +415,7 @@ class Drain(Answered[Done], frozen=True, kw_only=True):
     `undo` makes it an ordinary unit again. Commits into space that was reserved there before still succeed.
     `DrainError` if no other unit has space for new rows, unless the unit is already draining or `force` is set."""
 
-    unit: int
+    unit: Int64
     undo: bool = False
     force: bool = False
 
@@ -428,9 +429,9 @@ class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
     have reserved space on the unit or readers pin its bytes.
     """
 
-    unit: int
-    max_cells: int = 16384
-    max_bytes: int = 64 << 20
+    unit: Int64
+    max_cells: Int64 = 16384
+    max_bytes: Int64 = 64 << 20
     partition: str = ""
     field: str = ""
     timeout_s: float = 0.0
@@ -447,18 +448,18 @@ class Move(Answered[Moved], frozen=True, kw_only=True):
 
     partition: str
     field: str
-    unit: int
+    unit: Int64
     rows: Int64s
     generations: Int64s
     index: Int64s
     offsets: Int64s
     lengths: Int64s
-    located: int
-    reservation: int
+    located: Int64
+    reservation: Int64
 
 
 class Forget(Answered[Done], frozen=True, kw_only=True):
     """Forget a storage unit. If live rows lie on it, `force` is required and clears those rows. Answered `Done`."""
 
-    unit: int
+    unit: Int64
     force: bool = False

@@ -1,0 +1,175 @@
+"""The encoded form of inputs, results and outputs: msgpack, as clients and the controller exchange it over ZMQ, and as
+the journal stores the inputs.
+
+Each type is declared once, as a Struct in `ledger.commands`. An input is an array of its type's name and its fields; a
+command is a map of its field names, with its own name under "type"; all other values are maps of their field names. An
+array of numbers is the bytes of its little-endian elements. Decoding checks every type, and what `__post_init__`
+checks; the ledger checks the meaning. Fields with a default may be absent in encoded maps.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import reprlib
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import InternalError, InvalidRequestError
+from dataplane.ledger import commands as c
+
+assert sys.byteorder == "little", "arrays are little-endian, and this machine is big-endian"
+
+CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
+"""The inputs that clients may send. All others come from storage units or from the service itself."""
+
+
+def encode(value: c.Value) -> bytes:
+    """Encode an input, a result or an output. Raises `InvalidRequestError` for a value that has no encoded form."""
+    try:
+        return _encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _unrepresentable(value, error) from error
+
+
+def decode(message: bytes | memoryview) -> c.Input:
+    """Decode any input. Its arrays are read-only. Raises `InvalidRequestError` for other bytes."""
+    item: c.Input = _checked(_any_input, message)
+    return item
+
+
+def decode_request(message: bytes) -> CallersInput:
+    """Decode an input that a client may send. Its arrays are read-only. Raises `InvalidRequestError` for other
+    bytes."""
+    item: CallersInput = _checked(_callers_input, message)
+    return item
+
+
+def number_of(message: bytes) -> int:
+    """Return the number of the call in a message that `decode_request` rejects; 0 if it has none."""
+    try:
+        parts = _split.decode(message)
+        return _number.decode(parts[2]) if _text.decode(parts[0]) == c.Call.__name__ else 0
+    except (msgspec.MsgspecError, ValueError, IndexError):
+        return 0
+
+
+def decode_result(command: type[c.Command], message: bytes | memoryview) -> Any:
+    """Decode the result of a command of this type. Raises `InternalError` for other bytes."""
+    assert issubclass(command, c.Answered)
+    return decode_as(command.answer(), message)
+
+
+def decode_as(kind: type[Any], message: bytes | memoryview) -> Any:
+    """Decode a value of this type. Raises `InternalError` for other bytes."""
+    try:
+        return _decoder(kind).decode(message)  # type: ignore[arg-type]  # every class is hashable
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InternalError(what=f"malformed reply: not a {kind.__name__} ({error})") from error
+
+
+def _checked(decoder: msgspec.msgpack.Decoder[Any], message: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(message)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequestError(_in_command(str(error), message) or _elsewhere(error)) from error
+
+
+def _elsewhere(error: Exception) -> str:
+    return f"malformed request: {error}. If the client is of another release, install that of the service"
+
+
+def _in_command(error: str, message: bytes | memoryview) -> str:
+    """Describe a decoder's error with the command, the field and its value; "" unless it is inside a command."""
+    found = re.fullmatch(r"(.*) - at `\$\[4\]\.(?!type`)(.+)`", error, re.DOTALL)  # 4: the place of a call's command
+    if found is None:
+        return ""
+    why, path = found.groups()
+    try:
+        command = value = msgspec.msgpack.decode(message)[4]
+        for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+            value = value[name] if name else value[int(index)]
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError):  # more than this part is malformed
+        return ""
+    return f"{command['type']}: {path}={reprlib.repr(value)}: {why[0].lower()}{why[1:]}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of another type than msgpack's in one of its types. Subclasses of str, int and float lose their
+    class."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{value!r}: a message cannot contain a {type(value).__name__}")
+
+
+def _array(kind: Any, content: Any) -> Any:
+    """Decode an array of numbers, the only type that msgpack does not know."""
+    if not isinstance(content, bytes):
+        raise ValueError(f"expected the bytes of an array, got {type(content).__name__}")
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.frombuffer(content, dtype)
+
+
+@functools.cache
+def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a type of result or output."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_array)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_callers_input = msgspec.msgpack.Decoder(CallersInput, dec_hook=_array)
+_any_input: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    functools.reduce(lambda kinds, kind: kinds | kind, c.Input.__subclasses__()),  # type: ignore[arg-type,return-value]
+    dec_hook=_array,
+)
+_split = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_text = msgspec.msgpack.Decoder(str)
+_number = msgspec.msgpack.Decoder(int)
+
+
+def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
+    """Return the error for a value without an encoded form, with the part that causes it if that is found. error: the
+    exception of the encoder."""
+    named = value.command if isinstance(value, c.Call) else value
+    what = type(named).__name__
+    why = next(_faults(what, named), None) or str(error)
+    return InvalidRequestError(f"{what}: {why}")
+
+
+def _faults(place: str, value: Any) -> Iterator[str]:
+    """Yield a description, with its place, of each part of the value that has no encoded form."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield (
+                f"{place}: the string {value[:80]!r} contains an unpaired surrogate, which is not valid Unicode. "
+                "Replace it, for example with text.encode('utf-8', 'replace').decode()"
+            )
+    elif isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            yield f"{place}={value!r}: expected an integer of at most 64 bits"
+    elif isinstance(value, c.Samples):
+        yield from _faults("sample id", value.ids)
+    elif isinstance(value, c.Value):
+        # Names and tag values are described in the words of the user; other fields by their names.
+        kind = "tag" if isinstance(value, c.TagColumn) else "field"
+        places = {"name": f"{kind} name", "values": f"tag {getattr(value, 'name', '')!r}"}
+        for name in value.__struct_fields__:
+            yield from _faults(places.get(name, name), getattr(value, name))
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _faults(place, key)
+            yield from _faults(place, entry)
+    elif isinstance(value, tuple):
+        for entry in value:
+            yield from _faults(place, entry)
