@@ -20,7 +20,7 @@ Int32s = npt.NDArray[np.int32]
 UInt32s = npt.NDArray[np.uint32]
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
     """Base class of all inputs and outputs."""
 
     @classmethod
