@@ -605,7 +605,7 @@ def test_a_claim_that_an_interrupted_call_did_not_return_comes_again(
 
     def settle(self: Calls, outgoing: Any, reply: Any) -> Any:
         result = real(self, outgoing, reply)
-        if outgoing.method == "Claim":
+        if outgoing.command.__name__ == "Claim":
             raise KeyboardInterrupt
         return result
 
