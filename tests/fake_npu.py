@@ -34,7 +34,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 class Group(dist.ProcessGroupGloo):

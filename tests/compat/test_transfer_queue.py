@@ -666,7 +666,7 @@ def test_a_tag_that_is_refused_says_what_tags_are(client: tq.TransferQueueClient
 
 @pytest.mark.integration
 def test_a_partition_that_is_no_text_is_named(client: tq.TransferQueueClient) -> None:
-    with pytest.raises(InvalidRequestError, match="partition=3: expected a string, got int"):
+    with pytest.raises(InvalidRequestError, match="partition=3: expected `str`, got `int`"):
         tq.kv_put("a", 3, {"x": torch.tensor(1)})  # type: ignore[arg-type]
 
 
@@ -779,6 +779,7 @@ def test_a_production_status_has_the_order_of_the_partition(
     assert columns("b", "b") == [[0] * 6 + [1]]
 
 
+@pytest.mark.integration
 def test_a_partition_keeps_fields_whose_values_were_all_cleared(
     client: tq.TransferQueueClient,
 ) -> None:
@@ -800,6 +801,7 @@ def test_a_partition_keeps_fields_whose_values_were_all_cleared(
     assert columns() == [[0], [1], [0]]
 
 
+@pytest.mark.integration
 def test_fields_are_declared_once(client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     declared = []
     extend = operations.extend_partition
@@ -816,6 +818,7 @@ def test_fields_are_declared_once(client: tq.TransferQueueClient, monkeypatch: p
     assert declared == [["v", "w"], ["x"]]
 
 
+@pytest.mark.integration
 def test_sizes_of_batches(client: tq.TransferQueueClient) -> None:
     client.put(TensorDict({"v": torch.arange(3)}, batch_size=3), partition_id="p")
     assert client.get_meta(["v"], True, "p", task_name="t").size == 1
@@ -831,6 +834,7 @@ def test_sizes_of_batches(client: tq.TransferQueueClient) -> None:
     assert client.get_partition_list() == ["p"]
 
 
+@pytest.mark.integration
 def test_repeated_keys_are_created_once(client: tq.TransferQueueClient) -> None:
     meta = client.kv_retrieve_meta(["x", "y", "x"], "p", create=True)
     assert meta.size == 3

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -52,7 +52,6 @@ OF_A_MEMBER = 4
 _UNUSED_TAG = 2**31 - 1
 _TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 """By default these backends end the process if an operation fails. 0 makes them only report the failure."""
-_environment_guard = threading.Lock()
 _PROCESS = uuid.uuid4().hex
 
 
@@ -356,7 +355,7 @@ def _connected_group(membership: Membership, timeout: timedelta, closing: thread
         options._timeout = connect
         return dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
     kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
-    with _failures_reported():
+    with _failures_reported:
         if kind is None:
             group = _plugin_group(name, store, membership, timeout)
         else:
@@ -415,18 +414,33 @@ def _plugin_group(name: str, store: Any, membership: Membership, timeout: timede
     return plugin.creator_fn(facts, None)
 
 
-@contextlib.contextmanager
-def _failures_reported() -> Iterator[None]:
-    """While a group is made in this context, the backends are set to report a failed operation, and not to end the
-    process."""
-    with _environment_guard:
-        before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
-        os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
+class _FailuresReported:
+    """While groups are made in this context, the backends are set to report a failed operation, and not to end the
+    process. Several threads may be in it, because a backend may block for the other members. `_makers`: their number;
+    `_before`: the values of the variables at other times."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._makers = 0
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._makers:
+                self._before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
+                os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
+            self._makers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            self._makers -= 1
+            if self._makers:
+                return
+            for name, value in self._before.items():
                 if value is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+_failures_reported = _FailuresReported()

@@ -369,7 +369,7 @@ def test_a_class_made_in_the_worker_arrives() -> None:
 def test_one_that_cannot_be_sent_at_all_is_told() -> None:
     back = sent(Unsendable())
     assert isinstance(back, WorkerCallError)
-    assert back.kind == "tests.workers.groups.test_remote_errors.Unsendable"
+    assert back.kind == "tests.workers.groups.test_groups.Unsendable"
 
 
 def test_exits_are_told() -> None:
