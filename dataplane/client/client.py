@@ -152,8 +152,9 @@ class DataPlaneClient:
 
         sample_ids: N distinct ids, or a meta (with handles, the put updates exactly those samples). fields: N rows
         for each name, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list
-        or array of objects. tags: one mapping of small scalars per sample, merged into the existing tags. Without
-        fields, only the tags are set. Without fields and tags, samples with new ids are created without any field.
+        or array of objects. tags: one mapping per sample of small scalars (integers of at most 64 bits), merged into
+        the existing tags. Without fields, only the tags are set. Without fields and tags, samples with new ids are
+        created without any field.
         mode: "upsert", "create" (ids must be new, else ValueError), "update" (samples must exist, else KeyError) or
         "append".
 

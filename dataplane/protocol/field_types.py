@@ -25,7 +25,6 @@ _WIRE64 = np.dtype("<i8")
 _WIRE32 = np.dtype("<i4")
 _WIRE_UNSIGNED = np.dtype("<u4")
 _WIRE_REAL = np.dtype("<f8")
-_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 _KINDS: tuple[FieldKind | None, ...] = (None, *FieldKind)
 """Field kinds by their number in the protocol's enum `FieldKind`."""
@@ -85,9 +84,7 @@ def scalar_to_pb(value: Scalar) -> Keywords:
         case str():
             return {"text": value}
         case int():
-            if _INT64_MIN <= value <= _INT64_MAX:
-                return {"integer": value}
-            return {"big_integer": str(value)}
+            return {"integer": value}
         case float():
             return {"real": value}
     raise InvalidRequestError(
@@ -100,17 +97,8 @@ def scalar_from_pb(wire: pb.Scalar) -> Scalar:
     kind = wire.WhichOneof("kind")
     if kind is None:  # the tag has the value None
         return None
-    if kind == "big_integer":
-        return _big_integer(wire.big_integer)
     value: Scalar = getattr(wire, kind)
     return value
-
-
-def _big_integer(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError as error:
-        raise InvalidRequestError(f"malformed big integer {digits[:40]!r}") from error
 
 
 # --- specs ------------------------------------------------------------------------------------------------------
@@ -188,17 +176,9 @@ def _tag_values(values: Sequence[Scalar]) -> Keywords:
         return {"reals": np.array(values, _WIRE_REAL).tobytes()}
     if kinds == {bool}:
         return {"booleans": bytes(values)}  # type: ignore[arg-type]  # a byte for each
-    if kinds == {int} and (integers := _integers(values)) is not None:
-        return {"integers": integers}
+    if kinds == {int}:
+        return {"integers": np.array(values, _WIRE64).tobytes()}
     return {"mixed": {"values": [scalar_to_pb(value) for value in values]}}
-
-
-def _integers(values: Sequence[Any]) -> bytes | None:
-    """Return the integers as 64-bit values; None if one is too large."""
-    try:
-        return np.array(values, _WIRE64).tobytes()
-    except OverflowError:
-        return None
 
 
 def tag_from_pb(wire: pb.TagColumn) -> TagColumn:

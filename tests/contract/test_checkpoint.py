@@ -60,7 +60,7 @@ def every_kind() -> dict[str, Any]:
 
 TAGS: list[dict[str, Any]] = [
     {"n": 1, "kind": "a", "lag": 0.5},
-    {"n": (1 << 64) - 1, "ok": True},
+    {"n": (1 << 63) - 1, "ok": True},
     {"n": None},
     {},
     {"n": -3, "kind": "ü", "lag": float("-inf")},

@@ -99,6 +99,10 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         c.SetTags(partition="p", samples=SOME, tags=(c.TagColumn(name="x", values=(b"y",)),)),  # type: ignore[arg-type]
         r"SetTags: tags\[0\].values\[0\]=b'y': expected .*, got `bytes`",
     ),
+    "large tag": (
+        c.SetTags(partition="p", samples=SOME, tags=(c.TagColumn(name="x", values=(1 << 63,)),)),
+        r"tags\[0\].values\[0\]=9223372036854775808: expected `int` <= 9223372036854775807",
+    ),
     "large": (
         c.SetVersion(partition="p", version=1 << 63),
         "SetVersion: version=9223372036854775808: expected `int` <= 9223372036854775807",

@@ -47,7 +47,7 @@ def test_what_was_saved_stays_whatever_happens_and_no_byte_of_it_is_reused() -> 
     driver = Driver()
     client, other = driver.client(), driver.client()
     client.register(specs={"x": BYTES}, num_samples=3, group_size=2, enums={"kind": ("a", "b")}, tasks=("train",))
-    client.put(["a", "b"], {"x": [100, 200]}, tags={"kind": ["a", "b"], "n": [1, (1 << 64) - 1]})
+    client.put(["a", "b"], {"x": [100, 200]}, tags={"kind": ["a", "b"], "n": [1, (1 << 63) - 1]})
     client.put(["c"], tags={"n": [2.5]})
     used = client.used()
     number, saved = save(client)
@@ -63,7 +63,7 @@ def test_what_was_saved_stays_whatever_happens_and_no_byte_of_it_is_reused() -> 
     rows = page(client, number, 1, 3, "x", names=True)
     assert rows.ids == ("b", "c")
     assert rows.fields[0].lengths.tolist() == [200, -1]
-    assert {tag.name: tag.values for tag in rows.tags} == {"kind": ("b",), "n": ((1 << 64) - 1, 2.5)}
+    assert {tag.name: tag.values for tag in rows.tags} == {"kind": ("b",), "n": ((1 << 63) - 1, 2.5)}
     assert client.used() == used
     client.do(c.Release(located=number))
     assert client.used() == 0

@@ -187,7 +187,7 @@ class LedgerWriter(LedgerDriver):
         for name in names:
             places = data.draw(st.sampled_from([None, [0], [count - 1]]))
             size = count if places is None else 1
-            scalar = st.one_of(st.integers(0, 2), st.sampled_from([None, True, "x", 0.5, (1 << 64) - 1]))
+            scalar = st.one_of(st.integers(0, 2), st.sampled_from([None, True, "x", 0.5, (1 << 63) - 1]))
             if name == "group":
                 scalar = st.integers(0, 1)
             if name in ("input_lengths", "weight_version"):

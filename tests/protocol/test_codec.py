@@ -175,11 +175,6 @@ MALFORMED = {
         "1 values for 0 positions",
     ),
     "no operand": ("Claim", pb.ClaimRequest(where=[pb.Predicate(tag="x")]), "no value to compare"),
-    "not a number": (
-        "SetTags",
-        pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(mixed=pb.ScalarList(values=[pb.Scalar(big_integer="ten")]))]),
-        "'ten'",
-    ),
 }
 
 

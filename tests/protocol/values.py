@@ -18,7 +18,7 @@ from dataplane.protocol.converters import plan_of
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 TEXT = st.text(max_size=8)
 SCALAR = st.one_of(
-    st.none(), st.booleans(), TEXT, INT64, st.floats(allow_nan=False), st.sampled_from([1 << 63, (1 << 64) - 1])
+    st.none(), st.booleans(), TEXT, INT64, st.floats(allow_nan=False), st.sampled_from([-(1 << 63), (1 << 63) - 1])
 )
 SPECS = st.builds(
     FieldSpec,

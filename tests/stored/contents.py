@@ -27,7 +27,7 @@ IDS = [f"s{number}" for number in range(8)]
 """The last one was cleared and put again."""
 TAGS: list[dict[str, Any]] = [
     {"n": 1, "kind": "a", "lag": 0.5},
-    {"n": (1 << 64) - 1, "ok": True, "kind": "ü"},
+    {"n": (1 << 63) - 1, "ok": True, "kind": "ü"},
     {"n": None},
     {"ok": False, "n": -(1 << 62)},
     {},

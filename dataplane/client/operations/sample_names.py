@@ -65,7 +65,7 @@ def scalar(tag: str, row: int, value: Any) -> Scalar:
         field=f"tag {tag}",
         row=row,
         got=type(value).__name__,
-        hint="Tags are small scalars (str, bool, int, float, None); put anything larger as a field.",
+        hint="Tags are small scalars (str, bool, int of at most 64 bits, float, None); put anything larger as a field.",
     )
 
 

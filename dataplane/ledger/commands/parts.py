@@ -103,7 +103,7 @@ class TagColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None: to sample i)."""
 
     name: str
-    values: tuple[Scalar, ...]
+    values: tuple[str | bool | Int64 | float | None, ...]
     positions: Int64s | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,8 @@ the journal stores the inputs.
 Each type is declared once, as a Struct in `ledger.commands`. An input is an array of its type's name and its fields; a
 command is a map of its field names, with its own name under "type"; all other values are maps of their field names. An
 array of numbers is the bytes of its little-endian elements. Decoding checks every type, and what `__post_init__`
-checks; the ledger checks the meaning. Fields with a default may be absent in encoded maps, unknown fields may not occur.
+checks; the ledger checks the meaning. Fields with a default may be absent in encoded maps; unknown fields are
+rejected.
 """
 
 from __future__ import annotations

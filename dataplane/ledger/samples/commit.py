@@ -40,8 +40,6 @@ from dataplane.ledger.state.state import State
 
 INT64_MAX = (1 << 63) - 1
 TAG_TYPES = frozenset({str, bool, int, float, type(None)})
-TAG_BITS = 4096
-"""Maximum size of an integer tag in bits; larger ones cannot be serialized."""
 LONGEST = 1 << 53
 """Maximum number of tokens of a sample: floats are exact up to here."""
 
@@ -491,8 +489,6 @@ def _check_tag_values(state: State, partition: Partition, name: str, values: tup
         longest = max(len(value) for value in values if isinstance(value, str))
         hint = "Store long texts in a field."
         check_limit(f"characters of one value of tag {name!r}", longest, state.limits.tag_bytes, hint)
-    if int in types and max(value.bit_length() for value in values if isinstance(value, int)) > TAG_BITS:
-        raise InvalidRequestError(f"tag {name!r}: an integer has more than {TAG_BITS} bits; store it in a field")
     if name == INPUT_LENGTHS:
         _check_input_lengths(values)
     allowed = partition.enums.get(name)

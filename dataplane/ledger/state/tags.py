@@ -65,10 +65,7 @@ def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
     if len(kinds) == 1:
         dtype = TYPED.get(kinds.pop())
         if dtype is not None:
-            try:
-                return np.array(values, dtype)
-            except OverflowError:  # an int beyond 64 bits
-                pass
+            return np.array(values, dtype)
     objects = np.empty(len(values), object)
     objects[:] = values
     return objects

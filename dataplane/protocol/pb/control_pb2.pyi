@@ -137,18 +137,16 @@ class NamedSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ...) -> None: ...
 
 class Scalar(_message.Message):
-    __slots__ = ("text", "boolean", "integer", "real", "big_integer")
+    __slots__ = ("text", "boolean", "integer", "real")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     BOOLEAN_FIELD_NUMBER: _ClassVar[int]
     INTEGER_FIELD_NUMBER: _ClassVar[int]
     REAL_FIELD_NUMBER: _ClassVar[int]
-    BIG_INTEGER_FIELD_NUMBER: _ClassVar[int]
     text: str
     boolean: bool
     integer: int
     real: float
-    big_integer: str
-    def __init__(self, text: _Optional[str] = ..., boolean: bool = ..., integer: _Optional[int] = ..., real: _Optional[float] = ..., big_integer: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., boolean: bool = ..., integer: _Optional[int] = ..., real: _Optional[float] = ...) -> None: ...
 
 class ScalarList(_message.Message):
     __slots__ = ("values",)
