@@ -181,9 +181,9 @@ def test_calls_in_flight(address: str) -> None:
 
 
 def test_messages(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 8000)
     with connect(address) as client:
         with pytest.raises(RequestTooLargeError) as refused:
-            client.register_partition("q", [], None, ["t"], enums={"tag": ["v" * 1000]})
-        assert refused.value.limit_bytes == 1000
+            client.register_partition("q", [], None, ["t"], enums={"tag": ["v" * 8000]})
+        assert refused.value.limit_bytes == 8000
         client.stats()

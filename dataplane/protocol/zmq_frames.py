@@ -47,9 +47,10 @@ MAX_GROUP = 32
 def request(item: c.Input) -> list[bytes]:
     """Return the frames of an input: one, or several if its encoded form is long. Raises `RequestTooLargeError`."""
     body = messages.encode(item)
+    if len(body) > MAX_MESSAGE_BYTES:
+        check_size(body, f"a {type(item.command if isinstance(item, c.Call) else item).__name__} command")
     if len(body) <= REQUEST_FRAME_BYTES:
         return [body]
-    check_size(body, f"a {type(item.command if isinstance(item, c.Call) else item).__name__} command")
     return [body[start : start + REQUEST_FRAME_BYTES] for start in range(0, len(body), REQUEST_FRAME_BYTES)]
 
 

@@ -276,7 +276,7 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_server_goes_on(
         with pytest.raises(grpc.RpcError) as told:
             stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=1)), timeout=WAIT_S)
     with monkeypatch.context() as patched:
-        patched.setattr("dataplane.controller.grpc_server.heartbeat_reply", failing)
+        patched.setattr("dataplane.controller.grpc_server.heartbeat_message", failing)
         with pytest.raises(grpc.RpcError) as beat:
             list(stub.KeepSession(iter([pb.HeartbeatRequest(session=1)]), timeout=WAIT_S))
     for error in (told, beat):

@@ -119,7 +119,7 @@ def tags_of(client: Client) -> dict[str, dict[str, Scalar]]:
         ("a", "", "\u00e9"),
         (1, 1.0, True),
         (None, None, "x"),
-        (1 << 80, 2, 3),
+        ((1 << 63) - 1, 2, -(1 << 63)),
         (None, 1, False),
     ],
 )

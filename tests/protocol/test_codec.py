@@ -146,7 +146,7 @@ MALFORMED = {
     "uneven handles": (
         "Locate",
         pb.LocateRequest(samples=pb.Samples(handles=pb.Handles(rows=b"\0" * 8))),
-        "1 rows but 0 generations",
+        "rows and generations of equal length",
     ),
     "unknown enum": ("Commit", pb.CommitRequest(samples=IDS, mode=9), "unknown Mode 9"),  # type: ignore[arg-type]
     "unknown kind": (

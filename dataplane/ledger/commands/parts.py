@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.core.types import FieldSpec, Scalar
+from dataplane.errors import InvalidRequestError
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """An integer that numpy holds. Decoding checks it."""
@@ -84,13 +85,15 @@ class Samples(Value, frozen=True, kw_only=True, omit_defaults=True):
     generations: Int64s | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the samples are named in one way."""
+        """Raise `InvalidRequestError` unless the samples are named in one way."""
         if self.ids is not None:
-            return
-        if self.rows is None or self.generations is None:
-            raise ValueError("samples have neither ids nor handles (rows and generations)")
-        if len(self.rows) != len(self.generations):
-            raise ValueError(f"row handles have {len(self.rows)} rows but {len(self.generations)} generations")
+            well_formed = self.rows is None and self.generations is None
+        else:
+            well_formed = (
+                self.rows is not None and self.generations is not None and len(self.rows) == len(self.generations)
+            )
+        if not well_formed:
+            raise InvalidRequestError("name samples by ids, or by rows and generations of equal length")
 
     def __len__(self) -> int:
         if self.ids is not None:
@@ -107,10 +110,10 @@ class TagColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
     positions: Int64s | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless each value has a position."""
+        """Raise `InvalidRequestError` unless each value has a position."""
         if self.positions is not None and len(self.positions) != len(self.values):
             count = len(self.positions)
-            raise ValueError(f"tag {self.name!r} has {len(self.values)} values for {count} positions")
+            raise InvalidRequestError(f"tag {self.name!r} has {len(self.values)} values for {count} positions")
 
 
 class Predicate(Value, frozen=True, kw_only=True):

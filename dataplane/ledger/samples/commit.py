@@ -465,10 +465,6 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
                 raise InvalidRequestError(
                     f"tag {column.name!r} has {len(column.values)} values for {samples} samples; pass one per sample"
                 )
-        elif len(column.values) != len(column.positions):
-            raise InvalidRequestError(
-                f"tag {column.name!r} has {len(column.values)} values for {len(column.positions)} positions"
-            )
         elif len(column.positions) and (column.positions.min() < 0 or column.positions.max() >= samples):
             raise InvalidRequestError(f"tag {column.name!r}: a position lies outside the {samples} samples")
         _check_tag_values(state, partition, column.name, column.values)

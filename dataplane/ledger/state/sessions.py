@@ -20,7 +20,20 @@ from dataplane.core.number_set import NumberSet
 from dataplane.core.types import FieldSpec, granules_up
 from dataplane.errors import DataPlaneError, LimitError
 from dataplane.ledger import commands as c
-from dataplane.ledger.commands import Allocate, Allocated, Claim, FindCells, Int32s, Int64s, Result, Samples
+from dataplane.ledger.commands import (
+    Allocate,
+    Allocated,
+    Claim,
+    Claimed,
+    Committed,
+    FindCells,
+    Int32s,
+    Int64s,
+    Listed,
+    Located,
+    Result,
+    Samples,
+)
 from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.tags import Tags
 from dataplane.ledger.state.units import Unit
@@ -401,22 +414,30 @@ class Want:
         return sorted(units, key=rank) if len(units) > 1 else units
 
 
-FEW_ROWS = 32
-"""An answer about fewer rows or placements counts as small."""
 SMALL_BYTES = 4096
 """Smaller answers count as 0 bytes, because the number of answers is bounded, too."""
 _ITEM_BYTES = 64
 """Assumed size of a string, number or tag in a tuple."""
+_HANDLE_BYTES = 16
+"""Row and generation of a sample."""
+_LOCATION_BYTES = 24
+"""Unit, offset, length and checksum of a cell."""
+_PLACEMENT_BYTES = 40
+"""The five integers of a `Placement`."""
 
 
 def size_of(result: Result | DataPlaneError) -> int:
     """Return the approximate size of a result in bytes, or 0 for an error or a small result."""
     if isinstance(result, DataPlaneError):
         return 0
-    rows = result.placements if type(result) is Allocated else getattr(result, "rows", None)
-    if rows is not None and len(rows) < FEW_ROWS:  # small without a look at its fields
-        return 0
-    size = _approximate_bytes(result)
+    if isinstance(result, Located):
+        size = len(result.rows) * (_HANDLE_BYTES + _LOCATION_BYTES * len(result.fields))
+    elif isinstance(result, Claimed | Listed | Committed):
+        size = len(result.rows) * (_HANDLE_BYTES + _ITEM_BYTES * (1 + len(result.tags)))
+    elif isinstance(result, Allocated):
+        size = _PLACEMENT_BYTES * len(result.placements)
+    else:
+        size = _approximate_bytes(result)
     return size if size >= SMALL_BYTES else 0
 
 

@@ -373,19 +373,7 @@ class State:
     # --- checks
 
     def check_samples(self, samples: Samples) -> None:
-        """Raise `InvalidRequestError` for malformed references to samples, and `LimitError` for too many samples."""
-        if samples.ids is not None:
-            well_formed = samples.rows is None and samples.generations is None
-        else:
-            well_formed = (
-                samples.rows is not None
-                and samples.generations is not None
-                and len(samples.rows) == len(samples.generations)
-            )
-        if not well_formed:
-            raise InvalidRequestError(
-                "the request must name samples by ids, or by rows and generations of equal length"
-            )
+        """Raise `LimitError` for too many samples."""
         check_limit("samples in one command", len(samples), self.limits.samples, SPLIT)
 
     def check_name(self, what: str, name: str) -> None:
