@@ -10,9 +10,11 @@ import pytest
 from dataplane import errors as e
 
 EXAMPLES: list[e.DataPlaneError] = [
-    e.PartitionNotFoundError(partition="p", known=["a", "b"]),
+    e.PartitionNotFoundError(partition="p", known=list("gfedcba")),
     e.TaskNotFoundError(partition="p", task="t", known=["u"]),
+    e.TaskNotFoundError(partition="p", task="t", known=list("bacdef")),
     e.FieldNotFoundError(partition="p", field="f"),
+    e.FieldNotFoundError(partition="p", field="f", known=list("bacdef")),
     e.SampleNotFoundError(partition="p", samples=["a", "b"], total=9, positions=[0, 3]),
     e.FieldNotProducedError(field="f", partition="p", samples=["a"]),
     e.StaleSampleError(partition="p", samples=["row 3"], positions=[1]),

@@ -61,41 +61,53 @@ class NotFoundError(DataPlaneError, KeyError):
 
 
 class PartitionNotFoundError(NotFoundError):
-    """The partition is not registered. `known`: the first few that are."""
+    """The partition is not registered. `known`: the first few of the `total` that are (None: all)."""
 
-    def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:
-        registered = f"; registered are {first_few(sorted(known))}" if known else "; no partition is registered"
+    def __init__(self, *, partition: str, known: Sequence[str] = (), total: int | None = None) -> None:
+        facts = _known(known, total)
+        registered = f"registered are {first_few(**facts)}" if known else "no partition is registered"
         super().__init__(
-            f"unknown partition {partition!r}{registered}. Call register_partition first.",
+            f"unknown partition {partition!r}; {registered}. Call register_partition first.",
             partition=partition,
-            known=list(known)[:SHOWN],
+            known=facts["names"],
+            total=facts["total"],
         )
 
 
 class TaskNotFoundError(NotFoundError):
-    """The partition has no such consumer task. `known`: the first few of its tasks."""
+    """The partition has no such consumer task. `known`: the first few of its `total` tasks (None: all)."""
 
-    def __init__(self, *, partition: str, task: str, known: Sequence[str] = ()) -> None:
+    def __init__(self, *, partition: str, task: str, known: Sequence[str] = (), total: int | None = None) -> None:
+        facts = _known(known, total)
         super().__init__(
             f"unknown task {task!r} in partition {partition!r}; its consumer_tasks are "
-            f"{first_few(sorted(known)) or 'none'}. Name one of them, or register the partition with this task.",
+            f"{first_few(**facts) or 'none'}. Name one of them, or register the partition with this task.",
             partition=partition,
             task=task,
-            known=list(known)[:SHOWN],
+            known=facts["names"],
+            total=facts["total"],
         )
 
 
 class FieldNotFoundError(NotFoundError):
-    """The field is neither declared nor produced. `known`: the first few fields of the partition."""
+    """The field is neither declared nor produced. `known`: the first few of the partition's `total` fields (None:
+    all)."""
 
-    def __init__(self, *, partition: str, field: str, known: Sequence[str] = ()) -> None:
+    def __init__(self, *, partition: str, field: str, known: Sequence[str] = (), total: int | None = None) -> None:
+        facts = _known(known, total)
         super().__init__(
             f"unknown field {field!r} in partition {partition!r}; its fields are "
-            f"{first_few(sorted(known)) or 'none'}. Put the field first, or declare it in register_partition.",
+            f"{first_few(**facts) or 'none'}. Put the field first, or declare it in register_partition.",
             partition=partition,
             field=field,
-            known=list(known)[:SHOWN],
+            known=facts["names"],
+            total=facts["total"],
         )
+
+
+def _known(names: Sequence[str], total: int | None) -> dict[str, Any]:
+    """Return the arguments of `first_few` for names that exist, of which `total` may be more than these."""
+    return {"names": sorted(names)[:SHOWN], "total": len(names) if total is None else total}
 
 
 class _SamplesError(NotFoundError):
