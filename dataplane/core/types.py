@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -79,7 +78,8 @@ class Checksums(enum.StrEnum):
     NEVER = "never"
 
 
-def _shape(inner: Iterable[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def _shape(inner: tuple[int, ...]) -> tuple[int, ...]:
     """Return the inner shape as a tuple of ints. Raises ValueError if a size is negative, or it has too
     many dimensions or elements."""
     sizes = tuple(int(size) for size in inner)
@@ -121,7 +121,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
                 raise ValueError(f"FieldSpec: unknown dtype {self.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")
             msgspec.structs.force_setattr(self, "dtype", name)
         if self.inner is not None and self.inner != ():
-            msgspec.structs.force_setattr(self, "inner", _shape(self.inner))
+            msgspec.structs.force_setattr(self, "inner", _shape(tuple(self.inner)))
 
     @functools.cached_property
     def settled(self) -> bool:
