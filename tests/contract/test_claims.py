@@ -254,7 +254,7 @@ def test_the_text_about_a_claim_has_a_few_of_many_values(client: DataPlaneClient
     assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("length", [float("nan"), float("inf"), -1, 2**63])
+@pytest.mark.parametrize("length", [float("nan"), float("inf"), -1, 2**60])
 def test_a_tag_that_is_no_number_of_tokens_is_refused(client: DataPlaneClient, partition: str, length: float) -> None:
     register(client, partition, 4)
     with pytest.raises(ValueError, match="not a number of tokens"):
