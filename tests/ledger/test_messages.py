@@ -66,6 +66,16 @@ def test_garbage_is_no_input(garbage: bytes) -> None:
     assert number_of(garbage) == 0
 
 
+@pytest.mark.parametrize("before", [b"", encode(c.Heartbeat(session=1))[:-1], b"\x96\xa4Call\x01\x05\x01"])
+def test_values_that_are_nested_too_deeply_are_rejected(before: bytes) -> None:
+    deep = before + b"\x91" * 200_000
+    with pytest.raises(InvalidRequestError, match="malformed request"):
+        decode_request(deep)
+    assert number_of(deep) == 0
+    with pytest.raises(InternalError, match="malformed reply"):
+        decode_as(c.Committed, deep)
+
+
 @given(st.binary(max_size=60))
 def test_garbage_is_no_result(garbage: bytes) -> None:
     with pytest.raises(InternalError, match="malformed reply: not a Committed"):

@@ -25,6 +25,9 @@ from dataplane.ledger import commands as c
 
 assert sys.byteorder == "little", "arrays are little-endian, and this machine is big-endian"
 
+_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What a decoder raises; RecursionError for values that are nested too deeply."""
+
 CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
 """The inputs that clients may send. All others come from storage units or from the service itself."""
 
@@ -55,7 +58,7 @@ def number_of(message: bytes) -> int:
     try:
         parts = _split.decode(message)
         return _number.decode(parts[2]) if _text.decode(parts[0]) == c.Call.__name__ else 0
-    except (msgspec.MsgspecError, ValueError, IndexError):
+    except (*_MALFORMED, IndexError):
         return 0
 
 
@@ -69,14 +72,14 @@ def decode_as(kind: type[Any], message: bytes | memoryview) -> Any:
     """Decode a value of this type. Raises `InternalError` for other bytes."""
     try:
         return _decoder(kind).decode(message)  # type: ignore[arg-type]  # every class is hashable
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _MALFORMED as error:
         raise InternalError(what=f"malformed reply: not a {kind.__name__} ({error})") from error
 
 
 def _checked(decoder: msgspec.msgpack.Decoder[Any], message: bytes | memoryview) -> Any:
     try:
         return decoder.decode(message)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _MALFORMED as error:
         raise InvalidRequestError(_in_command(str(error), message) or _elsewhere(error)) from error
 
 
@@ -94,7 +97,7 @@ def _in_command(error: str, message: bytes | memoryview) -> str:
         command = value = msgspec.msgpack.decode(message)[4]
         for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
             value = value[name] if name else value[int(index)]
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError):  # more than this part is malformed
+    except (*_MALFORMED, LookupError, TypeError):  # more than this part is malformed
         return ""
     return f"{command['type']}: {path}={reprlib.repr(value)}: {why[0].lower()}{why[1:]}"
 
