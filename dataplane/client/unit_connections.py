@@ -18,7 +18,7 @@ from dataplane.core import devices, failpoints
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.cuda_memory import DeviceBuffer, copying
 from dataplane.core.devices import CPU
-from dataplane.core.fan_out import Together
+from dataplane.core.helpers import Helpers
 from dataplane.core.row_copy import CopyRuns, Run, copy_runs
 from dataplane.data.columns import EncodedColumn, InnerPart, RowSource
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
@@ -77,7 +77,7 @@ class UnitConnections:
         self._guard = threading.Lock()
         self._handshake = threading.Lock()
         self._closed = False
-        self.together = Together(UNITS_AT_ONCE)
+        self.together = Helpers(UNITS_AT_ONCE)
         self.timeout_s = config.call_timeout_s
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:

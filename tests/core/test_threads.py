@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from dataplane.client.session_state import Turn, Turns
 from dataplane.core import durations, failpoints
 from dataplane.core.durations import Backoff
-from dataplane.core.fan_out import Together
+from dataplane.core.helpers import Helpers
 from dataplane.core.in_flight import InFlight
 from dataplane.core.limited_log import LimitedLog, OneLine
 from tests.restarts import WAIT_S
 
-# --- fan out
+# --- Helpers of a calling thread
 
 
 MEET_S = 60.0
@@ -32,7 +32,7 @@ MEET_S = 60.0
 
 @pytest.fixture
 def together():
-    made = Together(3)
+    made = Helpers(3)
     yield made
     made.close()
 
@@ -98,7 +98,7 @@ def test_it_is_closed_twice_and_may_be_used_again(together):
 
 
 def test_an_interrupt_between_jobs_is_waited_for_by_nobody(together, monkeypatch):
-    """It may come after a job was begun by the books, and before it was."""
+    """It may come while the caller looks whether the others have ended."""
 
     interrupted = threading.Event()
 
@@ -109,13 +109,13 @@ def test_an_interrupt_between_jobs_is_waited_for_by_nobody(together, monkeypatch
                 interrupted.set()
                 raise KeyboardInterrupt
 
-    mine = SimpleNamespace(Condition=Interrupting, get_ident=threading.get_ident)
-    monkeypatch.setattr("dataplane.core.fan_out.threading", mine)
+    mine = SimpleNamespace(Condition=Interrupting, Thread=threading.Thread)
+    monkeypatch.setattr("dataplane.core.helpers.threading", mine)
     outcomes = []
 
     def run():
         try:
-            together.run([lambda: interrupted.wait(MEET_S)] * 2)
+            together.run([list, list])
         except KeyboardInterrupt:
             outcomes.append("interrupted")
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from dataplane.core import helpers as helpers_module
 from dataplane.core.row_copy import Run, copy_runs
 from dataplane.data import jagged
 from dataplane.data.columns import parallel_copy
@@ -335,7 +336,7 @@ WAIT_S = 60.0
 
 
 def helpers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "tq-copy"}
+    return {thread for thread in threading.enumerate() if thread.name == "tq-helper"}
 
 
 class Piece:
@@ -457,12 +458,12 @@ def test_an_interrupted_caller_waits_for_the_others(monkeypatch: pytest.MonkeyPa
             signal.pthread_kill(caller.ident, signal.SIGINT)
             early.append(left.wait(0.01))
 
-    def make(self: parallel_copy._Job, pieces: Any) -> None:
-        plain(self, pieces)
+    def make(self: helpers_module._Batch[None], jobs: Any) -> None:
+        plain(self, jobs)
         self.changed = Watched()
 
-    plain = parallel_copy._Job.__init__
-    monkeypatch.setattr(parallel_copy._Job, "__init__", make)
+    plain = helpers_module._Batch.__init__
+    monkeypatch.setattr(helpers_module._Batch, "__init__", make)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     copier = Copier(2)
     try:
