@@ -208,7 +208,7 @@ class UnitConnections:
             arena = self.arena(placement.unit)
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
-                failpoints.hit("put.mid_copy")
+                failpoints.failpoint("put.mid_copy")
                 target, device = arena.writable(placement.offset, size), on_device[placement.column]
                 with contextlib.nullcontext() if device == CPU else _access(arena, placement.offset + size, device):
                     column.write(placement.first, placement.last, target, later)

@@ -26,7 +26,7 @@ from dataplane.core.addresses import (
     require_guard_beyond_loopback,
     resolve_host,
 )
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.ports import listens_at, listens_no_more_at, require_free_port
 from dataplane.core.types import Checksums
 from dataplane.errors import PortTakenError
@@ -157,7 +157,7 @@ class Controller:
         zmq_server.introduce(facts)
         if self._durable is not None:
             self._durable.remember(port=port)
-        hit("controller.bound")
+        failpoint("controller.bound")
         recorder = None if config.http_port is None else Recorder()
         self._ledger_thread = LedgerThread(ledger, zmq_server, facts, watch=recorder)
         self._ledger_thread.start()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dataplane.controller.journal import Journal, Log
 from dataplane.core.addresses import boot_id
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.types import Checksums
 from dataplane.errors import InvalidRequestError, StateDirError
 from dataplane.ledger import Ledger
@@ -96,13 +96,13 @@ class DurableLedger:
             raise journal.facts_missing()
         if recovered:
             ledger = rebuild(journal)
-            hit("journal.replayed")
+            failpoint("journal.replayed")
         else:
             ledger = Ledger(epoch, **vars(settings))
             journal.write_image(0, ledger.image())  # before the first record, which has number 1
             journal.begin_from(0)
         journal.set_facts(epoch=epoch, boot=boot_id(), clean=0)
-        hit("journal.taken_over")
+        failpoint("journal.taken_over")
         durable = cls(journal, ledger, epoch, recovered=recovered)
         durable._images.begin()
         if recovered:
@@ -123,12 +123,12 @@ class DurableLedger:
         appended.append(messages.encode(item) if record is None else record)
         self._journal.append(*appended)
         self._tick = None
-        hit("journal.after_append")
+        failpoint("journal.after_append")
         try:
             outputs = self._ledger.apply(item)
         finally:  # the records count, also if the ledger failed on the last one
             self._images.count_appended(len(appended), sum(map(len, appended)))
-        hit("journal.applied")
+        failpoint("journal.applied")
         return outputs
 
     def apply(self, item: c.Input, record: bytes | None = None) -> list[c.Output]:
@@ -215,7 +215,7 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
         ledger = Ledger.restored(image)
         for number, record in journal.records(last, upto):
             last = number
-            hit("journal.replaying")
+            failpoint("journal.replaying")
             item = messages.decode(record)
             try:
                 ledger.apply(item)

@@ -17,7 +17,7 @@ import zmq
 from dataplane.controller.durable_ledger import DurableLedger
 from dataplane.controller.requests import Facts, Key, Reply, key_of, rejection_of
 from dataplane.controller.zmq_server import ZmqServer
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.zmq_io import Waker, poll_ms
 from dataplane.errors import (
@@ -317,7 +317,7 @@ class LedgerThread:
             assert isinstance(output, c.UnitOrder)
             orders = self._units.get(output.unit)
             if orders is not None:
-                hit("controller.before_order")
+                failpoint("controller.before_order")
                 _call_back(orders, output)
             return
         pending = self._pending.pop(key, None)
@@ -325,7 +325,7 @@ class LedgerThread:
             return
         if isinstance(output, c.UnitAdded) and output.error is None and pending.orders is not None:
             self._units[output.unit] = pending.orders  # replaces those of an earlier stream
-        hit(_FAILPOINTS.get(key[0], "controller.before_reply"))
+        failpoint(_FAILPOINTS.get(key[0], "controller.before_reply"))
         for reply in pending.replies.values():
             _call_back(reply, output)
         if self._observer is not None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dataplane.core.addresses import boot_id
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.file_locks import HeldFile, file_system, is_local
 from dataplane.core.private_dir import make_private, private, refuse_link_of_another, sync_path
 from dataplane.core.types import PROTOCOL_VERSION
@@ -185,7 +185,7 @@ class Log:
             with open(aside, "wb", opener=private) as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))  # the checksum that `image` verifies
                 file.write(image)
-            hit("image.before_rename")
+            failpoint("image.before_rename")
             os.replace(aside, path)
 
     def error(self, why: str, hint: str = "") -> StateDirError:
@@ -319,7 +319,7 @@ class Journal(Log):
         full disk."""
         rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
         with self._state_error("cannot be written"):
-            hit("journal.before_append")
+            failpoint("journal.before_append")
             if self._droppable:  # the log has records that the image covers
                 self._drop_some()
             if len(rows) == 1:  # a statement is atomic without a transaction
@@ -328,7 +328,7 @@ class Journal(Log):
                 with self._transaction():
                     self._db.executemany(_INSERT, rows)
         self._last += len(rows)
-        hit("journal.appended")
+        failpoint("journal.appended")
         self._note_end()
 
     def _note_end(self) -> None:
@@ -363,11 +363,11 @@ class Journal(Log):
     def begin_from(self, number: int) -> None:
         """Let the next epoch start from the image of record `number`, which must exist. Delete the previous image; the
         next calls of `append` delete the records that the image covers."""
-        hit("image.before_begin")
+        failpoint("image.before_begin")
         previous = self.number("image")
         self._set_facts(image=number)
         self._droppable = number
-        hit("image.begun")
+        failpoint("image.begun")
         if previous is not None and previous != number:
             with self._state_error("cannot be written"):
                 self.image_path(previous).unlink(missing_ok=True)

@@ -81,7 +81,7 @@ _armed: dict[str, Callable[[], None]] = {}
 """The action of each armed failpoint."""
 
 
-def hit(name: str) -> None:
+def failpoint(name: str) -> None:
     """Run the action that is armed at failpoint `name`, if any."""
     if _armed:
         action = _armed.get(name)
@@ -97,7 +97,8 @@ def general(name: str) -> str:
 
 
 def arm(name: str, action: Callable[[], None]) -> None:
-    """Run `action` whenever `hit(name)` is reached in this process. Raises ValueError for a name not in `NAMES`."""
+    """Run `action` whenever `failpoint(name)` is reached in this process. Raises ValueError for a name not in
+    `NAMES`."""
     if general(name) not in NAMES:
         raise ValueError(f"unknown failpoint {name!r}; see dataplane.core.failpoints.NAMES")
     _armed[name] = action

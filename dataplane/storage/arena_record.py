@@ -19,7 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 from dataplane.core.addresses import boot_id
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.private_dir import leave, own_path, private, refuse_link_of_another, sync_path
 from dataplane.errors import StateDirError
 from dataplane.storage.arena import Arena, ArenaFormatError, sweep_recorded
@@ -131,7 +131,7 @@ class UnitRecord:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), open(self.path, "xb", opener=private):
             pass
-        hit("unit.reserved")
+        failpoint("unit.reserved")
         return create(self.path)
 
     def _read(self) -> ArenaRecord | None:
@@ -176,7 +176,7 @@ class UnitRecord:
         while True:
             try:
                 arena = Arena.adopt(record.arena, epoch=epoch)
-                hit("unit.adopted")
+                failpoint("unit.adopted")
                 return arena
             except BlockingIOError:  # the previous epoch has not ended yet
                 if time.monotonic() > end:
@@ -226,7 +226,7 @@ class UnitRecord:
         with open(temporary, "wb", opener=private) as file:
             file.write(msgspec.json.encode(record))
         sync_path(temporary)
-        hit("unit.record.before_rename")
+        failpoint("unit.record.before_rename")
         temporary.replace(self.path)
         sync_path(self.path.parent)
         self._record = record

@@ -20,7 +20,7 @@ import zmq
 
 from dataplane.core.addresses import boot_id
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.in_flight import InFlight
 from dataplane.core.inner_slice import InnerSlice
 from dataplane.core.zmq_io import Waker
@@ -159,7 +159,7 @@ class UnitConnection:
             return
         header = self._new_header(wire)
         header.proof.seen = arena.header(challenge.offset, challenge.length)
-        hit("attach.before_proof")
+        failpoint("attach.before_proof")
         wire.send(header, held=[])
         try:
             wire.receive(header.call, time.monotonic() + timeout_s)
@@ -167,7 +167,7 @@ class UnitConnection:
             log.warning("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, error)
             arena.close()
             return
-        hit("attach.proven")
+        failpoint("attach.proven")
         self.arena, self.local = arena, True
 
     # --- the remote connection ----------------------------------------------------------------------------------------

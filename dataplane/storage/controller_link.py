@@ -14,7 +14,7 @@ import msgspec
 from dataplane.config import TlsFiles
 from dataplane.core.addresses import resolve
 from dataplane.core.durations import Backoff
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.errors import (
     AuthenticationError,
     CallTimeoutError,
@@ -94,9 +94,9 @@ class Outbox:
                 item = self._items[0]
             if item is None:  # it stays in the queue, so that later streams end, too
                 return
-            hit("unit.report.before")
+            failpoint("unit.report.before")
             yield item
-            hit("unit.report.after")
+            failpoint("unit.report.after")
             with self._changed:
                 if self._stream_number == stream:
                     self._items.popleft()

@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
 
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.inner_slice import InnerSlice
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import listens_at, listens_no_more_at
@@ -305,7 +305,7 @@ class BulkServer:
             self._counts.fences += fenced
             if fenced and self._engine is not None:
                 self._engine.forget(order.session)
-            hit("unit.fence.after")
+            failpoint("unit.fence.after")
             kind = SessionGone if fenced else SessionAlive
             self._report(kind(unit=order.unit, session=order.session))
 
@@ -313,7 +313,7 @@ class BulkServer:
         """Fence the session, unless a process of it may still access the arena. Return whether it is fenced. If that
         cannot be determined, log it and return False; the ledger repeats its order."""
         try:
-            hit("unit.fence.before")
+            failpoint("unit.fence.before")
             return self._sessions.fence(order.session, order.lock_path, first=order.first, last=order.last)
         except Exception:
             text = "Storage unit %d cannot determine whether session %d still runs; it will retry"
@@ -406,17 +406,17 @@ class BulkServer:
         """Execute any verb except a write. Return the reply and its payload."""
         match verb:
             case "attach":
-                hit("unit.attach")
+                failpoint("unit.attach")
                 self._fence_ended()  # closes the descriptors of ended sessions before another one is opened
                 return pb.BulkReply(challenge=self._challenge(request)), None
             case "proof":
                 path = self._sessions.prove(request.session, request.proof.seen)
-                hit("unit.attached")
+                failpoint("unit.attached")
                 self._report(SessionAttached(unit=self._unit, session=request.session, lock_path=path))
                 return pb.BulkReply(attached=pb.Attached()), None
             case "read":
                 offer = self._read(request)
-                hit("unit.read.copied")
+                failpoint("unit.read.copied")
                 self._counts.read_bytes += len(offer.data)
                 reply = pb.BulkReply(bytes=pb.ReadBytes(size=len(offer.data), source=offer.source))
                 return reply, None if offer.source else offer.data  # with a source, the client fetches it
@@ -546,7 +546,7 @@ class Growth:
                 log.exception("Storage unit %d cannot grow to %d bytes", order.unit, order.backed_bytes)
         self._failure_logged = error is not None
         self._orders.popleft()
-        hit("unit.before_grown")
+        failpoint("unit.before_grown")
         backed = self._arena.backed_bytes
         self._report(Grown(unit=order.unit, backed_bytes=backed, error=error))
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.addresses import boot_id, reachable_host
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.metrics import Sheet
 from dataplane.core.private_dir import in_own_directory, leave
 from dataplane.errors import ClientClosedError
@@ -130,7 +130,7 @@ class StorageUnit:
             report=link.report,
         )
         self._bulk.start()
-        hit("unit.before_add")
+        failpoint("unit.before_add")
         return c.AddUnit(
             name=self.name,
             host=boot_id(),
@@ -177,7 +177,7 @@ class StorageUnit:
                 raise ClientClosedError(why="the storage unit is stopped")
             self._bulk.stop()  # first, because it accesses the arena
             self._arena.close()
-            hit("unit.start_over")
+            failpoint("unit.start_over")
             return self._start_server(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:

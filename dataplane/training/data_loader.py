@@ -20,7 +20,7 @@ from dataplane.client.client import DataPlaneClient
 from dataplane.client.operations.claim import ClaimOptions, convert_options
 from dataplane.core import devices
 from dataplane.core.durations import as_timeout
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
 from dataplane.data.columns import use_on_current_stream
@@ -260,7 +260,7 @@ class _Stream(IterableDataset[MicroBatch]):
             return False
         self._leased = meta
         self._leased_until = until
-        hit("stream.handed_out")  # a failpoint, for tests
+        failpoint("stream.handed_out")  # a failpoint, for tests
         return True
 
     def close(self) -> None:
@@ -343,9 +343,9 @@ class _ClaimReader:
         if not meta.size:
             return None
         try:
-            hit("stream.claimed")  # a failpoint, for tests
+            failpoint("stream.claimed")  # a failpoint, for tests
             batch = MicroBatch(self.read(self.client, meta), meta)
-            hit("stream.read")
+            failpoint("stream.read")
             return batch
         except BaseException:
             self.release(meta)

@@ -330,20 +330,20 @@ def names_in(tree: ast.AST) -> Iterator[str]:
         yield from names_in(child)
 
 
-def hits_in(tree: ast.AST) -> Iterator[str]:
-    """The names that are given to `hit` directly."""
+def reached_in(tree: ast.AST) -> Iterator[str]:
+    """The names that are given to `failpoint` directly."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called == "hit":
+            if called == "failpoint":
                 yield from names_in(node.args[0])
 
 
 def test_the_list_is_complete_and_each_place_is_there() -> None:
     paths = [path for folder in ("dataplane", "workers") for path in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(path.read_text()) for path in paths if path.name != "failpoints.py"]
-    hit = {name for tree in trees for name in hits_in(tree)}
-    assert hit <= failpoints.NAMES
+    reached = {name for tree in trees for name in reached_in(tree)}
+    assert reached <= failpoints.NAMES
     known = {name for tree in trees for name in names_in(tree)}
     assert known >= failpoints.NAMES
 
@@ -356,8 +356,8 @@ def test_an_unknown_place_cannot_be_armed() -> None:
 def test_an_armed_place_runs_its_action_until_it_is_disarmed() -> None:
     reached: list[str] = []
     failpoints.arm("call.Commit.before", lambda: reached.append("there"))
-    failpoints.hit("call.Commit.before")
-    failpoints.hit("call.Commit.after")
+    failpoints.failpoint("call.Commit.before")
+    failpoints.failpoint("call.Commit.after")
     failpoints.disarm()
-    failpoints.hit("call.Commit.before")
+    failpoints.failpoint("call.Commit.before")
     assert reached == ["there"]

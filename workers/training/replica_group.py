@@ -207,7 +207,7 @@ class ReplicaGroup:
             error = caught
         records = self._exchange(record, error, deadline)
         leader = self._check(records)
-        failpoints.hit("fetch.between_header_and_payload")
+        failpoints.failpoint("fetch.between_header_and_payload")
         flat = self._broadcast(flat, leader, records[leader].message_bytes, deadline)
         results: list[T] = []  # the result of `finish`, if it succeeds here
         try:

@@ -229,7 +229,7 @@ def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Mo
                 yield Work(partial(_copy, session_state, unit, page, placements, allocated.number, unfinished))
             except ChecksumError as error:
                 raise (yield from _with_sample_id(error, page)) from error
-            failpoints.hit("move.before_switch")
+            failpoints.failpoint("move.before_switch")
             return (yield Send(move_of(page, unit, located=found.number, reservation=allocated.number))).result  # type: ignore[no-any-return]
         except BaseException:
             yield from release_space(session_state, allocated.number, unfinished)
@@ -268,7 +268,7 @@ def _copy(
     column = EncodedColumn(
         page.field, page.spec, page.lengths, sizes, index=None, values=FlatValues(memory, source.offsets, sizes)
     )
-    failpoints.hit("move.mid_copy")
+    failpoints.failpoint("move.mid_copy")
     session_state.connections.write(placements, [column], reservation, unfinished)
 
 

@@ -319,7 +319,7 @@ def store(
             session_state, placements, encoded, allocated.number, unfinished, checksums=allocated.result.checksums
         )
         written: Sequence[EncodedColumn] = yield Work(write)
-        failpoints.hit("put.before_commit")
+        failpoints.failpoint("put.before_commit")
         committed = (yield from send_for_samples(ids, _with_columns(commit, written, allocated.number))).result
         return replace(committed, evicted=allocated.result.evicted)  # samples evicted to make space
     except BaseException:
@@ -411,7 +411,7 @@ def _store_preallocated(
     failed = True
     try:
         written = yield from _write_preallocated(session_state, part, encoded)
-        failpoints.hit("put.before_commit")
+        failpoints.failpoint("put.before_commit")
         committed = yield from send_for_samples(ids, _with_columns(commit, written, part.space.number, part.offset))
         failed = False
         return committed.result  # type: ignore[no-any-return]
@@ -459,7 +459,7 @@ def store_joined(
         written = yield from _write_preallocated(session_state, part, columns, commit.parts)
         if not wanted():
             return None
-        failpoints.hit("put.before_commit")
+        failpoints.failpoint("put.before_commit")
         ids = [each for put in puts for each in put.ids]
         full = _with_columns(commit, written, part.space.number, part.offset)
         is_sent = True

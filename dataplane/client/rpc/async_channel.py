@@ -21,7 +21,7 @@ from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.in_flight import InFlight
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -161,13 +161,13 @@ class AsyncChannel(OpenChannel):
         acquired."""
         name = type(command).__name__
         self._calls.check()
-        hit(f"call.{name}.before")
+        failpoint(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         with (active := threading.Lock()):  # held as long as the call runs
             self._in_flight.enter(active)
             try:
                 reply = await self._exchange(outgoing)
-                hit(f"call.{name}.after")
+                failpoint(f"call.{name}.after")
                 return outgoing.number, self._calls.settle(outgoing, reply)
             except (Exception, asyncio.CancelledError):
                 self._abandon(outgoing)

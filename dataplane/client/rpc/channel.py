@@ -18,7 +18,7 @@ from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.in_flight import InFlight
 from dataplane.core.zmq_io import Waker
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError, from_wire, to_wire
@@ -136,11 +136,11 @@ class ControllerChannel(OpenChannel):
         """
         name = type(command).__name__
         self._calls.check()
-        hit(f"call.{name}.before")
+        failpoint(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
             reply = self._exchange(outgoing)
-            hit(f"call.{name}.after")
+            failpoint(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
         except Exception:
             self._abandon(outgoing)

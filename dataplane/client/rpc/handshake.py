@@ -25,7 +25,7 @@ import zmq
 
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.core.addresses import boot_id, dial, join_address, resolve, split_address
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     AuthenticationError,
@@ -118,11 +118,11 @@ def open_session(
             "no address of a data plane service was given: pass an address, or set config.address or TQ_ADDRESS"
         )
     command = msgspec.structs.replace(_open_command(config, secrets.token_hex(16)), lock_path=lock_path)
-    hit("session.before_open")
+    failpoint("session.before_open")
     opened = _connect(
         config, context, resolve(config.address), command, config.connect_timeout_s, given_up=lambda: False
     )
-    hit("session.opened")
+    failpoint("session.opened")
     return opened
 
 

@@ -16,7 +16,7 @@ from dataplane.client.rpc.handshake import Socket, is_slow, resume_session
 from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
 from dataplane.core.durations import Backoff
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.core.zmq_io import Waker, readable
 from dataplane.errors import AuthenticationError, DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.ledger import commands as c
@@ -241,7 +241,7 @@ class HeartbeatThread:
             self._record_response()
             if session.epoch != before.epoch:
                 log.info("Session %d resumed in epoch %d of the service", session.number, session.epoch)
-            hit("session.found")
+            failpoint("session.found")
             self._calls.resume(session)
             self._moved()
 

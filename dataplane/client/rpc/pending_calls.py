@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from dataplane.client.rpc.call_numbers import CallNumbers
 from dataplane.client.rpc.handshake import OpenedSession
 from dataplane.config import DataPlaneConfig
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
@@ -338,9 +338,9 @@ class OpenChannel:
         without a reachable service. Does not block."""
         name = type(command).__name__
         self._calls.check_open()
-        hit(f"call.{name}.before")
+        failpoint(f"call.{name}.before")
         self._send_once(self._calls.begin_post(command))
-        hit(f"call.{name}.after")
+        failpoint(f"call.{name}.after")
 
     def _post_leftovers(self) -> None:
         """Post the commands of `leftovers`. While the service is unreachable, they are not taken; a

@@ -45,7 +45,7 @@ class Tombstones:
     def among_generations(self, generations: Int64s) -> list[str]:
         """Return the ids of remembered samples with these generations."""
         remembered = np.array(list(self.generations.values()), np.int64)
-        return [name for name, hit in zip(self.generations, np.isin(remembered, generations), strict=True) if hit]
+        return [name for name, found in zip(self.generations, np.isin(remembered, generations), strict=True) if found]
 
 
 class Evicted(Tombstones):

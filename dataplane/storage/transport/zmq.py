@@ -8,7 +8,7 @@ from functools import partial
 import zmq
 
 from dataplane.core.buffer_pool import BufferPool
-from dataplane.core.failpoints import hit
+from dataplane.core.failpoints import failpoint
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.storage.transport.connection import Wire
 from dataplane.storage.transport.interface import ArrivedPayload, Fill, Offer, SentPayload
@@ -62,7 +62,7 @@ class UnitFrames:
                 raise self._fault("a payload frame refers to ranges that are not in the request")
             if not self.more():
                 raise self._fault("a payload frame is missing")
-            hit("unit.write.between_frames")
+            failpoint("unit.write.between_frames")
             if count == 1:
                 self._receive_one(arena[offsets[first] : offsets[first] + sizes[first]])
             else:
