@@ -261,7 +261,8 @@ class DataPlaneConfig:
     def secret(self) -> str | None:
         """Return the token, read from token_file if only that is set; None without a token. Raises ValueError for an
         empty token, which would admit everybody, and for characters that HTTP and gRPC headers cannot hold."""
-        source, token = "token", self.token
+        source = "token"
+        token = self.token
         if token is None and self.token_file is not None:
             source = f"token_file {self.token_file!r}"
             token = Path(self.token_file).read_text(encoding="utf-8").strip()

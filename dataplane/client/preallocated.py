@@ -56,7 +56,8 @@ class PreallocatedPart:
     def placements(self, columns: Sequence[EncodedColumn], parts: Sequence[int] = ()) -> list[Placement]:
         """Return the placements of the columns, one after another. parts: the numbers of values of the parts of each
         column; empty: each column is placed as a whole."""
-        placements, offset = [], self.offset
+        placements = []
+        offset = self.offset
         for number, column in enumerate(columns):
             for first, last in pairwise(accumulate(parts or [len(column.sizes)], initial=0)):
                 placements.append(Placement(column=number, first=first, last=last, unit=self.space.unit, offset=offset))

@@ -209,7 +209,8 @@ class UnitConnections:
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
                 failpoints.failpoint("put.mid_copy")
-                target, device = arena.writable(placement.offset, size), on_device[placement.column]
+                target = arena.writable(placement.offset, size)
+                device = on_device[placement.column]
                 with contextlib.nullcontext() if device == CPU else _access(arena, placement.offset + size, device):
                     column.write(placement.first, placement.last, target, later)
             else:
@@ -397,7 +398,8 @@ class UnitConnections:
         """Read all values that `unit` holds: in one call, each field into its own buffer, and in one call for each
         field that is read in parts. Return for each call the positions of its fields in `located`, for each of these
         the rows that were read, and the result: the rows of the first field, then those of the second, ..."""
-        connection, timeout_s = self.connection(unit), self.timeout_s
+        connection = self.connection(unit)
+        timeout_s = self.timeout_s
         rows = [np.flatnonzero(field.units == unit) for field in located]
         whole = [column for column, field in enumerate(located) if field.name not in parts]
         fetched = []
@@ -530,7 +532,8 @@ def _device_buffer(arena: MappedArena) -> Bytes:
     if registration is None:
         return arena.readonly(0, arena.capacity_bytes)
     buffer = arena.writable(0, arena.capacity_bytes).view(DeviceBuffer)
-    buffer.registration, buffer.before_bytes = registration, HEADER_BYTES
+    buffer.registration = registration
+    buffer.before_bytes = HEADER_BYTES
     return buffer
 
 

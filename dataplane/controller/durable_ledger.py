@@ -315,7 +315,8 @@ class _ImageWriter:
     def _begin_log_from(self, number: int, nbytes: int) -> None:
         """Let the next epoch start from the image of record `number`, which has `nbytes`."""
         self._journal.begin_from(number)
-        self._records, self._bytes = self._journal.last - number, 0
+        self._records = self._journal.last - number
+        self._bytes = 0
         self._is_small = nbytes <= SMALL_BYTES
 
     def _delay_next(self) -> None:
@@ -341,7 +342,8 @@ def _may_be_incomplete(journal: Journal) -> bool:
 def _set_aside(journal: Journal) -> Journal:
     """Move the journal to a subfolder and return a new journal in the same directory."""
     first = journal.directory / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = first, 2
+    folder = first
+    number = 2
     while folder.exists():  # only if the clock was set back
         folder = first.with_name(f"{first.name}-{number}")
         number += 1

@@ -242,7 +242,8 @@ class LedgerThread:
 
         Pauses of this thread do not count: messages that clients sent meanwhile are still queued, so their leases and
         sessions would expire first."""
-        now, has_ticked = self._now(), self._last_tick > -math.inf
+        now = self._now()
+        has_ticked = self._last_tick > -math.inf
         # The thread was paused if it is late by more than a heartbeat: for its deadline, or, if that had already passed
         # at the last tick, for a tick now.
         if has_ticked and deadline is not None and now - max(deadline, self._last_tick) > self._facts.heartbeat_s:

@@ -80,7 +80,8 @@ class PublicCalls:
     async def _enter(self, context: Context) -> None:
         """Count the call until it ends. If its peer, or all peers, are at the limit, `abort` it with LimitError."""
         peer = context.peer().rpartition(":")[0]  # the address without the port
-        calls, what = self._in_flight, "concurrent calls without a token"
+        calls = self._in_flight
+        what = "concurrent calls without a token"
         for scope, count, limit in ((f" from {peer}", calls[peer], CALLS_PER_PEER), ("", calls.total(), CALLS)):
             if count >= limit:
                 await abort(context, LimitError(what=what + scope, got=count + 1, limit=limit, hint="Retry later."))

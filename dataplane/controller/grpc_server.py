@@ -306,7 +306,8 @@ class _Service:
         def order(output: c.Output) -> None:
             self._loop.call_soon_threadsafe(orders.put_nowait, output)
 
-        reading, added = None, None
+        reading = None
+        added = None
         self._unit_streams.add(orders)
         try:
             added = await self._add_unit(requests, order)

@@ -73,7 +73,8 @@ def _add_fields(message: DescriptorProto, package: str, members: Fields) -> None
         if kind in _SCALARS:
             field.type = _SCALARS[kind]
         else:
-            field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{package}.{kind}"
+            field.type = FieldDescriptorProto.TYPE_MESSAGE
+            field.type_name = f".{package}.{kind}"
         if oneof:
             if oneof not in oneofs:
                 oneofs.append(oneof)
@@ -88,11 +89,13 @@ def _describe_health(package: str) -> FileDescriptorProto:
     statuses = response.enum_type.add(name="ServingStatus")
     for number, name in enumerate(_STATUSES):
         statuses.value.add(name=name, number=number)
-    optional, of_enum = FieldDescriptorProto.LABEL_OPTIONAL, FieldDescriptorProto.TYPE_ENUM
+    optional = FieldDescriptorProto.LABEL_OPTIONAL
+    of_enum = FieldDescriptorProto.TYPE_ENUM
     enum_name = f".{package}.{response.name}.{statuses.name}"
     response.field.add(name="status", number=1, label=optional, type=of_enum, type_name=enum_name)
     service = file.service.add(name="Health")
-    request, reply = f".{package}.HealthCheckRequest", f".{package}.HealthCheckResponse"
+    request = f".{package}.HealthCheckRequest"
+    reply = f".{package}.HealthCheckResponse"
     service.method.add(name="Check", input_type=request, output_type=reply)
     service.method.add(name="Watch", input_type=request, output_type=reply, server_streaming=True)
     return file

@@ -184,7 +184,8 @@ def _sample(request: HttpRequest) -> c.Command:
 def _why(request: HttpRequest, ask: Ask) -> c.Command:
     """Return the command WhyBlocked with the fields of the task's latest claim (from Stats; none for unknown tasks)."""
     parameters = Parameters(request, "partition", "task")
-    partition, task = parameters.text("partition"), parameters.text("task")
+    partition = parameters.text("partition")
+    task = parameters.text("task")
     report = ask(c.Stats())
     assert isinstance(report, c.StatsReport)
     fields: tuple[str, ...] = ()

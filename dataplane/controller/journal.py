@@ -441,7 +441,9 @@ class LogEnd:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._boot = boot_id().encode().ljust(36, b"\0")[:36]
         content = os.pread(self._fd, _CONTENT.size + 1, 0)  # one byte more, to notice a longer file
-        appended, self._fsynced, boot = 0, 0, b""
+        appended = 0
+        self._fsynced = 0
+        boot = b""
         if len(content) == _CONTENT.size:  # a file of another size counts as empty
             appended, self._fsynced, boot = _CONTENT.unpack(content)
         self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended

@@ -94,7 +94,9 @@ def message_of(output: c.Output, facts: Facts) -> Message:
     wire = codec.to_pb(value_of(output))
     if isinstance(wire, pb.Opened):
         wire.endpoints.extend(facts.endpoints)
-        wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
+        wire.host = facts.host
+        wire.heartbeat_s = facts.heartbeat_s
+        wire.durable = facts.durable
         wire.put_timeout_s = facts.put_timeout_s
     return wire
 

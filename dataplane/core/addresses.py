@@ -18,7 +18,9 @@ from dataplane.core.durations import pick
 
 LOWEST_PORT = 15_000
 """Lower bound for chosen ports: ports below it are often used by well-known servers."""
-_GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
+_GET_FLAGS = 0x8913
+_GET_ADDRESS = 0x8915
+_UP = 1
 """Linux: SIOCGIFFLAGS, SIOCGIFADDR, IFF_UP."""
 
 

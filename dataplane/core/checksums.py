@@ -54,7 +54,8 @@ def damaged(memory: UInt8s, offsets: Int64s, sizes: Int64s, checksums: UInt32s) 
 
 def _hash_one_by_one(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt64s:
     """Return the XXH3 hashes of rows of any size."""
-    digest, view = xxhash.xxh3_64_intdigest, memory.data
+    digest = xxhash.xxh3_64_intdigest
+    view = memory.data
     ranges = zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True)
     return np.array([digest(view[start:stop]) for start, stop in ranges], np.uint64)
 
@@ -62,7 +63,8 @@ def _hash_one_by_one(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt64s:
 def _hash_short_rows(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt64s:
     """Return the XXH3 hashes of rows of 4 to 8 bytes, vectorized. One scalar per sample is the most common row."""
     # The first and the last 4 bytes of each row, which may overlap.
-    first, last = _read_words(memory, offsets), _read_words(memory, offsets + sizes - 4)
+    first = _read_words(memory, offsets)
+    last = _read_words(memory, offsets + sizes - 4)
     mixed: UInt64s = (last + (first << np.uint64(32))) ^ _SHORT_KEY
     mixed ^= _rotated(mixed, 49) ^ _rotated(mixed, 24)
     mixed *= _SHORT_FACTOR

@@ -24,7 +24,8 @@ def copy_ranges(  # type: ignore[no-untyped-def]
     begin at multiples of 128 bytes of the source, because a load across two of them takes two transfers over the bus.
     """
     piece = tl.program_id(0)
-    low, high = 0, ranges - 1
+    low = 0
+    high = ranges - 1
     while low < high:  # the first range that ends after this piece
         middle = (low + high) // 2
         if tl.load(ends + middle) > piece:

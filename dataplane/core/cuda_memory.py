@@ -166,7 +166,8 @@ def copying(device: torch.device, *, after_current: bool = False) -> Iterator[No
     on. after_current: begin after the work that this thread's current stream has now. Tensors that are allocated in
     the body belong to the copy stream: record the streams that use them."""
     with torch.cuda.device(device):
-        stream, current = _copy_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+        stream = _copy_stream(torch.cuda.current_device())
+        current = torch.cuda.current_stream()
         with lock, torch.cuda.stream(stream), _counted():
             if after_current:
                 stream.wait_stream(current)

@@ -75,7 +75,8 @@ class Backoff:
 
     def take(self, most_s: float = float("inf")) -> float:
         """Return the next pause, at most `most_s`, with jitter: between half of the pause and the full pause."""
-        pause_s, self.next_s = min(self.next_s, most_s), min(2 * self.next_s, self._longest_s)
+        pause_s = min(self.next_s, most_s)
+        self.next_s = min(2 * self.next_s, self._longest_s)
         return jittered(pause_s)
 
     def reset(self) -> None:

@@ -29,7 +29,10 @@ class InnerSlice:
         dimensions, have steps of at least 1."""
         ranges = [range(size)[each] for size, each in zip(inner, slices, strict=False)]
         ranges += [range(size) for size in inner[len(slices) :]]
-        first, run, counts, strides = 0, item_bytes, list[int](), list[int]()
+        first = 0
+        run = item_bytes
+        counts = list[int]()
+        strides = list[int]()
         stride = item_bytes  # the distance of two neighbours in the current dimension
         for size, chosen in zip(reversed(inner), reversed(ranges), strict=True):
             first += chosen.start * stride if len(chosen) else 0

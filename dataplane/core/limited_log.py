@@ -58,5 +58,8 @@ class OneLine(logging.Filter):
         line = self._lines.take(f"{record.getMessage()}: {error!r}")
         if line is None:
             return False
-        record.msg, record.args, record.exc_info, record.exc_text = line, (), None, None
+        record.msg = line
+        record.args = ()
+        record.exc_info = None
+        record.exc_text = None
         return True

@@ -74,7 +74,8 @@ def _v1_limit(folder: Path) -> AvailableMemory | None:
 def _limit_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, ...]) -> AvailableMemory | None:
     """Return the available memory of one cgroup, or None if it has no limit that this process can read. reclaimable:
     the keys in its memory.stat of memory that the kernel reclaims on demand."""
-    limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+    limit = _read_number(folder / limit_name)
+    usage = _read_number(folder / usage_name)
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
     stat = dict(line.split()[:2] for line in _read_lines(folder / "memory.stat"))

@@ -24,8 +24,10 @@ class NumberSet:
         """Add all numbers from `first` to `last`, inclusive. Some may already be in the set."""
         # Replace all bounds from `first` to `stop`. `first` becomes a bound unless an earlier range contains
         # or touches it (the number of bounds before it is odd); likewise `stop`, unless a range continues after it.
-        bounds, stop = self.bounds, last + 1
-        low, high = bisect_left(bounds, first), bisect_right(bounds, stop)
+        bounds = self.bounds
+        stop = last + 1
+        low = bisect_left(bounds, first)
+        high = bisect_right(bounds, stop)
         new_bounds = [] if low % 2 == 1 else [first]
         if high % 2 == 0:
             new_bounds.append(stop)

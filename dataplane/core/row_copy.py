@@ -43,7 +43,8 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
     """
     filled = sizes > 0
     if not filled.all():
-        offsets, sizes = offsets[filled], sizes[filled]
+        offsets = offsets[filled]
+        sizes = sizes[filled]
         which = None if which is None else which[filled]
     if not len(offsets):
         return [], [], []

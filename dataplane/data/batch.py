@@ -249,7 +249,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def _current_micro_batches(self) -> tuple[list[list[int]], list[int]]:
         """Return ([first row, end row] of each micro-batch of this single global batch, length of each). Raises
         ValueError without micro-batches, or with those of several global batches."""
-        indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        indices = self.micro_batch_indices
+        lengths = self.micro_batch_lengths
         if indices is None or lengths is None:
             raise InvalidRequestError(
                 "this batch has no micro-batches: create them with the packing arguments of shard_by_batch_size"
@@ -396,7 +397,8 @@ def _common_row_count(columns: Mapping[str, Any]) -> int:
                 f"column {name!r}: a value of type {type(column).__name__} has no rows; pass N rows"
             ) from error
         if first is None:
-            first, rows = name, length
+            first = name
+            rows = length
         elif length != rows:
             raise InvalidRequestError(
                 f"column {name!r} has {length} rows, but column {first!r} has {rows}; all columns need the same number"
@@ -437,7 +439,8 @@ def _check_indices(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size:
             f"indices must be a one-dimensional list of integers, got {checked.dtype} of shape {list(checked.shape)}"
         )
     checked = checked.to(torch.int64)
-    low, high = int(checked.min()), int(checked.max())
+    low = int(checked.min())
+    high = int(checked.max())
     if low < 0 or high >= size:
         raise InvalidRequestError(
             f"index {low if low < 0 else high} is outside a batch of {size} rows: indices count from 0, negative ones "

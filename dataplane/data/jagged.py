@@ -103,7 +103,8 @@ def _construct(values: Tensor, offsets: Tensor, span: tuple[int, int]) -> Tensor
 @functools.cache
 def _constructor_matches() -> bool:
     """Return whether this torch's private constructor gives the same result as its view operator."""
-    values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
+    values = torch.arange(3)
+    offsets = torch.tensor([0, 2, 3])
     expected = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
         values, offsets, None, ragged_idx=1, min_seqlen=1, max_seqlen=2
     )
@@ -264,7 +265,8 @@ def _view_rows(padded: Tensor, row_sizes: Tensor) -> Tensor:
     rows, width = padded.shape[:2]
     step = padded.stride(1)
     if not padded.numel():  # its strides have no meaning
-        padded, row_distance = padded.contiguous(), width
+        padded = padded.contiguous()
+        row_distance = width
         flat = padded.reshape(rows * width, *padded.shape[2:])
     elif step > 0 and padded.stride(0) > 0 and padded.stride(0) % step == 0:
         # A view. `flat` also has the elements between the rows, which no row uses.
@@ -477,7 +479,8 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
         raise InvalidRequestError(
             f"full has {full.size(0)} rows, but response_mask has {response_mask.size(0)} rows: they must match"
         )
-    response_lengths, lengths = row_lengths(response_mask), row_lengths(full)
+    response_lengths = row_lengths(response_mask)
+    lengths = row_lengths(full)
     too_short = (response_lengths > 0) & (response_lengths >= lengths)
     if bool(too_short.any()):
         row = int(too_short.nonzero()[0])

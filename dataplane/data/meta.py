@@ -254,7 +254,8 @@ class KVBatchMeta:
 
     def _take(self, indices: Sequence[int], array: npt.NDArray[Any]) -> KVBatchMeta:
         """Return the samples at `indices`. array: the same indices as an array."""
-        lengths, tags = self.sequence_lengths, self.tags
+        lengths = self.sequence_lengths
+        tags = self.tags
         return self._replace(
             sample_ids=_pick(self.sample_ids, indices),
             sequence_lengths=None if lengths is None else _pick(lengths, indices),

@@ -102,7 +102,8 @@ def _pickle_value(value: object, field: str, row: int) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        got, hint = f"a value that cannot be pickled ({error})", "Put only the parts that can be pickled."
+        got = f"a value that cannot be pickled ({error})"
+        hint = "Put only the parts that can be pickled."
         raise UnsupportedValueError(field=field, row=row, got=got, hint=hint) from error
 
 

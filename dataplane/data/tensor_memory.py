@@ -119,7 +119,10 @@ def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndar
     torch has no read-only tensors and warns about read-only arrays. The result, and every tensor over it, keeps `owner`
     (by default the array itself) alive through its storage.
     """
-    start, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
+    start = address(array)
+    shape = array.shape
+    typestr = array.dtype.str
+    strides = array.strides
     return np.asarray(_Window(start, shape, typestr, array if owner is None else owner, strides))
 
 

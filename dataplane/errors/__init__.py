@@ -336,7 +336,8 @@ class CapacityTimeoutError(WaitTimeoutError):
     ) -> None:
         held = "; ".join(f"{holder} holds {size:,}" for holder, size in holders[:SHOWN]) or "no space is held"
         # The texts that follow the number of free bytes, and "Clear consumed samples, or".
-        free, alternative = "available to this put", "start the service with a larger --capacity"
+        free = "available to this put"
+        alternative = "start the service with a larger --capacity"
         if budget_bytes is not None:
             free += f" of the {budget_bytes:,} in the budget of partition {partition!r}"
             alternative = "register the partition with a larger budget_bytes"

@@ -91,9 +91,11 @@ class ServiceRestartedError(ServiceError):
         else:
             found = f"{what} is lost"
         if lost:
-            cause, remedy = f"the process restarted without its state; lost: {lost}", "Connect a new client"
+            cause = f"the process restarted without its state; lost: {lost}"
+            remedy = "Connect a new client"
         else:
-            cause, remedy = "the process was restarted", "Repeat the call; if it fails again, connect a new client"
+            cause = "the process was restarted"
+            remedy = "Repeat the call; if it fails again, connect a new client"
         super().__init__(
             f"{found}: {cause}. {remedy} and put lost samples again.",
             expected_epoch=expected_epoch,

@@ -69,7 +69,8 @@ def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
         return _BY_HAND[hint]
     if is_enum:
         return _enum_converters(hint)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is tuple:  # of elements of one type
         to_pb, from_pb = _converters(args[0], is_enum=False)
         if to_pb is _same:  # the elements need no conversion

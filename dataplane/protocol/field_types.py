@@ -152,7 +152,8 @@ def samples_from_pb(wire: pb.Samples) -> Samples:
         case "ids":
             return Samples(ids=tuple(wire.ids.values))
         case "handles":
-            rows, generations = int64s_from_pb(wire.handles.rows), int64s_from_pb(wire.handles.generations)
+            rows = int64s_from_pb(wire.handles.rows)
+            generations = int64s_from_pb(wire.handles.generations)
             return Samples(rows=rows, generations=generations)
     raise InvalidRequestError("a message Samples has neither ids nor handles; set one of them")
 

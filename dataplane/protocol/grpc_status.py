@@ -21,7 +21,8 @@ def to_status(error: e.DataPlaneError) -> tuple[grpc.StatusCode, str, tuple[tupl
     """Return the status code, the start of the text, and the trailing metadata: the error itself, unless it is too
     long."""
     name, facts = e.to_wire(error)
-    code, text = grpc.StatusCode[error.grpc_status], str(error)[: MAX_DETAIL_BYTES // 4]
+    code = grpc.StatusCode[error.grpc_status]
+    text = str(error)[: MAX_DETAIL_BYTES // 4]
     if len(facts) > MAX_DETAIL_BYTES:  # without the details
         return code, text, ()
     details = pb.Error(name=name, facts=facts).SerializeToString()

@@ -100,7 +100,10 @@ def call(
 
 def _exchange(peer: socket.socket, connection: H2Connection, time_left: TimeLeft) -> bytes:
     """Send over `peer` what `connection` has queued, receive the reply and return its message."""
-    body, received_bytes, status, text = b"", 0, "", ""
+    body = b""
+    received_bytes = 0
+    status = ""
+    text = ""
     while received_bytes <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())  # first the request, then replies to the server's settings and pings
         arrived = _receive_some(peer, time_left)

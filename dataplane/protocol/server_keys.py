@@ -145,7 +145,8 @@ def _request_keys_with_retry(
         try:
             return _request_keys(address, files, nonce, time_left)
         except http2.BusyError as error:
-            why, cause = str(error), error
+            why = str(error)
+            cause = error
         except HANGS_UP as error:
             diagnosis = None if is_diagnosed else tls.diagnose(address, files)
             if diagnosis is not None:

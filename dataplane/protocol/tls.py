@@ -138,7 +138,8 @@ def _own_defect(files: TlsFiles) -> str:
     would accept it. Runs both ends of a handshake in memory."""
     presenting = client_context(files)
     presenting.check_hostname, presenting.verify_mode = False, ssl.CERT_NONE  # only the server's end checks
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    to_server = ssl.MemoryBIO()
+    to_client = ssl.MemoryBIO()
     client = presenting.wrap_bio(to_client, to_server)
     server = server_context(files).wrap_bio(to_server, to_client, server_side=True)
     try:

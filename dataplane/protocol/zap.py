@@ -238,7 +238,8 @@ def encrypt(socket: zmq.Socket[Any], server_key: str, own_key: bytes | None = No
     secret key (z85; by default a new one). Raises `TlsError` if this ZMQ has no CURVE."""
     require_curve("a client of a service with TLS")
     secret = own_key or zmq.curve_keypair()[1]
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(secret), secret
+    socket.curve_publickey = zmq.curve_public(secret)
+    socket.curve_secretkey = secret
     socket.curve_serverkey = server_key.encode()
 
 

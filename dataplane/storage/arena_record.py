@@ -106,7 +106,8 @@ class UnitRecord:
         """Set the name of the service at this unit's controller address, for the next `write`, and compare it with the
         record. Raises StateDirError if the adopted arena belongs to another service at another address. Logs a warning
         if the service at the same address lost its state."""
-        record, self._service = self._record, service
+        record = self._record
+        self._service = service
         if record is None or service == record.service:
             return
         if self._controller != record.controller:

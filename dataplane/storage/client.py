@@ -168,7 +168,8 @@ class UnitConnection:
             arena.close()
             return
         failpoint("attach.proven")
-        self.arena, self.local = arena, True
+        self.arena = arena
+        self.local = True
 
     # --- the remote connection ----------------------------------------------------------------------------------------
 
@@ -459,7 +460,8 @@ class UnitConnection:
         active = self._in_flight.wait(CLOSE_WAIT_S)  # the number of calls that have not ended
         with self._guard:
             # With no call in flight, sockets that an interrupt left behind are closed too.
-            wires, self._idle = (self._idle if active else list(self._wires)), []
+            wires = self._idle if active else list(self._wires)
+            self._idle = []
         for wire in wires:
             wire.close()
         if self.arena is not None:

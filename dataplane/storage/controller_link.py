@@ -169,7 +169,9 @@ class UnitLink:
         if self._closed.is_set():
             raise ClientClosedError()
         self._add = add
-        self._on_order, self._on_added, self._start_over = on_order, on_added, start_over
+        self._on_order = on_order
+        self._on_added = on_added
+        self._start_over = start_over
         self._on_proven = on_proven
         self._opening_end = time.monotonic() + self._opening_s
         address = resolve(self._address)
@@ -222,7 +224,8 @@ class UnitLink:
         # Only this frame refers to `link`. A forked child keeps the frame forever and so never finalizes gRPC objects.
         error: Exception | None = None  # of the last stream, or of the last attempt to connect; `link` is then None
         # `broke_at`: when the last accepted stream ended; before that, the start of the link.
-        broke_at, backoff = time.monotonic(), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        broke_at = time.monotonic()
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while True:
                 if link is not None:

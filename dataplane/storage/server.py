@@ -373,10 +373,12 @@ class BulkServer:
             else:
                 reply, payload = self._execute(verb, request)
         except DataPlaneError as error:
-            reply, failed = _refusal(error), error
+            reply = _refusal(error)
+            failed = error
         except Exception as error:
             log.exception("Storage unit %d: %s of session %d failed", self._unit, verb, request.session)
-            reply, failed = _refusal(InternalError(what=f"{verb} of rows in storage unit {self._unit}")), error
+            reply = _refusal(InternalError(what=f"{verb} of rows in storage unit {self._unit}"))
+            failed = error
         self._frames.drop()  # the payload of a rejected write
         reply.call = request.call
         self._send(peer, reply, payload)
@@ -442,7 +444,8 @@ class BulkServer:
 
     def _refuse_stopped(self, request: pb.BulkRequest) -> None:
         """Raise the error of a write whose put was aborted."""
-        session, reservation = request.session, request.write.reservation
+        session = request.session
+        reservation = request.write.reservation
         if self._sessions.is_stopped(session, reservation):
             raise self._fault(
                 f"put {reservation} of session {session} was aborted; its space may belong to another put. Put again."
@@ -576,7 +579,8 @@ class ArenaAccess:
         """Return the ranges of a request. Raises the error of `fault` unless all ranges are within the backed bytes and
         have at most `MAX_REQUEST_BYTES` in total. (They are not negative: on the wire they are unsigned.)"""
         inner = inner_from_pb(request) if isinstance(request, pb.ReadRanges) else None
-        starts, lengths = list(request.offsets), list(request.sizes)
+        starts = list(request.offsets)
+        lengths = list(request.sizes)
         if len(starts) != len(lengths):
             raise self._fault(f"{len(starts)} offsets for {len(lengths)} sizes")
         backed = self._arena.backed_bytes
@@ -615,7 +619,8 @@ class ArenaAccess:
         offsets, sizes, inner = ranges
         arena = self._arena.data
         if inner is None and len(offsets) > FEW_RANGES:
-            starts, lengths = np.array(offsets, np.int64), np.array(sizes, np.int64)
+            starts = np.array(offsets, np.int64)
+            lengths = np.array(sizes, np.int64)
             gather([arena], which=None, offsets=starts, sizes=lengths, out=target)
             return
         position = 0

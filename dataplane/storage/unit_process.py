@@ -198,7 +198,8 @@ class UnitProcesses:
                 process.stdin.close()  # the unit stops by itself
             else:
                 process.kill()
-        deadline, killed = time.monotonic() + END_S, []
+        deadline = time.monotonic() + END_S
+        killed = []
         for name, process in processes.items():
             if not _wait_for_end(process, max(0.0, deadline - time.monotonic())):
                 log.warning("Storage unit %s did not stop within %.0f s and is killed", name, END_S)

@@ -261,7 +261,8 @@ class Pump:
         """Send a Reserve request for a delayed put."""
         delayed.reserve_number = self._connection.next_number()
         self._reserving[delayed.reserve_number] = delayed
-        nbytes, nowait = delayed.parcel.nbytes, delayed.request.nowait
+        nbytes = delayed.parcel.nbytes
+        nowait = delayed.request.nowait
         self._send(wire.encode(wire.Reserve(delayed.reserve_number, *delayed.queue_key, nbytes, nowait)))
 
     def _handle_space_answer(self, delayed: _DelayedPut, answer: Reply, completions: Completions) -> None:
@@ -426,7 +427,8 @@ class Pump:
         broker). Raises if the broker does not confirm an acknowledgement or a cancellation in time."""
         while self._timers and self._timers[0][0] <= now:
             _, number = heapq.heappop(self._timers)
-            entry, confirming = self._open.get(number), self._confirming.get(number)
+            entry = self._open.get(number)
+            confirming = self._confirming.get(number)
             if confirming is not None:
                 self._check_silence(
                     number, until=confirming.until, silent_s=CONFIRM_S, now=now, error=StreamLostError(UNCONFIRMED)
@@ -471,8 +473,10 @@ class Pump:
             log.error("Channel %r: its background thread failed", self._channel, exc_info=defect)
         with self._guard:
             self.ended = error = defect or self.ended or disconnected(self._channel)
-            open_requests, self._open = list(self._open.values()), {}
-            confirming, self._confirming = list(self._confirming.values()), {}
+            open_requests = list(self._open.values())
+            self._open = {}
+            confirming = list(self._confirming.values())
+            self._confirming = {}
             self._puts.clear()
             self._delayed.clear()
             self._connection.close()

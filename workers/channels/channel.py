@@ -203,7 +203,8 @@ class Channel:
         after that minute. TypeError or ValueError for invalid arguments.
         """
         check_name(name)
-        maxsize, node_rank = as_maxsize(maxsize), as_node_rank(node_rank, nodes)
+        maxsize = as_maxsize(maxsize)
+        node_rank = as_node_rank(node_rank, nodes)
         settings = ChannelSettings(
             name=name,
             ident=f"{name}/{secrets.token_hex(8)}",
@@ -350,7 +351,8 @@ class Channel:
     def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
         """Close all parts, even after an error, and return the first one. Errors of closed and lost parts are ignored,
         but not that of a part that does not respond: it may continue."""
-        what, failed = f"close of channel {self.name!r}", None
+        what = f"close of channel {self.name!r}"
+        failed = None
         for link in links:
             try:
                 link.ask_after_puts(
@@ -393,7 +395,8 @@ class Channel:
 
     def _create(self) -> None:
         """Create all parts of the channel. If one fails, the parts created before it are closed."""
-        what, settings = f"creation of channel {self.name!r}", self._settings
+        what = f"creation of channel {self.name!r}"
+        settings = self._settings
         identity = settings.ident, settings.name, settings.maxsize
         for place, link in enumerate(self._links):
             try:
@@ -405,7 +408,8 @@ class Channel:
     def _prepare_put(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
         """Return the packed item (in a local channel the item itself), the request, whose number and item the link
         sets, and the link to the part of the key."""
-        weight, raw_key = as_weight(f"{what}: weight", weight), self._encode_key(key)
+        weight = as_weight(f"{what}: weight", weight)
+        raw_key = self._encode_key(key)
         link = self._routes.link(raw_key, what)
         packed = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
         return packed, wire.Put(0, self._settings.ident, raw_key, _NO_ITEM, weight, nowait), link
@@ -436,7 +440,8 @@ class Channel:
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
         """Return a function that makes the request with a number, and the link to the part that stores the key."""
-        ident, raw_key = self._settings.ident, self._encode_key(key)
+        ident = self._settings.ident
+        raw_key = self._encode_key(key)
         return lambda number: wire.Get(number, ident, raw_key, target, nowait), self._routes.link(raw_key, what)
 
     def _count(self, key: Any) -> wire.Counted:
@@ -562,7 +567,8 @@ def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | No
     entries = [entry for entry in directory.listing(Kind.CHANNEL) if entry.name == channel.name]
     if not entries:
         return None
-    existing_settings, ours = ChannelSettings.of(entries[0], directory.address), channel._settings
+    existing_settings = ChannelSettings.of(entries[0], directory.address)
+    ours = channel._settings
     existing = Channel(existing_settings, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
     lost = existing._find_lost_parts(f"creation of channel {channel.name!r}")
     if len(lost) == len(existing_settings.endpoints):

@@ -111,7 +111,8 @@ class ArrivedItems:
     def _build_batch(self, unpacked: list[Unpacked]) -> list[Any]:
         """Return the values of the items. If some cannot be built, remove those from the channel, return the others to
         the queue, and raise the first error."""
-        values, errors = [], {}
+        values = []
+        errors = {}
         for place, each in enumerate(unpacked):
             try:
                 values.append(each.load())
@@ -128,16 +129,21 @@ class ArrivedItems:
         """Return the unpacked items, in this process's memory. MemoryError if there was none for their bytes."""
         if self._missing is not None:
             raise self._missing
-        unpacked, offset, pool = [], 0, self._connection.buffer_pool
+        unpacked = []
+        offset = 0
+        pool = self._connection.buffer_pool
         # own: the memory belongs to this process, so the item may refer to it.
         for item in self._answer.items:
             if item.space == NOWHERE:  # the bytes came within the message
-                memory, own = np.frombuffer(bytearray(item.body), np.uint8), True
+                memory = np.frombuffer(bytearray(item.body), np.uint8)
+                own = True
             elif self._payload is not None:
-                memory, own = self._payload[offset : offset + item.nbytes], True
+                memory = self._payload[offset : offset + item.nbytes]
+                own = True
                 offset += item.nbytes
             else:  # the bytes are in the broker's memory and must be copied
-                memory, own = self._connection.mapped(item.space, item.nbytes), False
+                memory = self._connection.mapped(item.space, item.nbytes)
+                own = False
             unpacked.append(items.unpack(item.head, memory, pool, own=own))
         return unpacked
 
@@ -189,7 +195,8 @@ class BrokerConnection:
                 mapping = mmap.mmap(fds[0], answer.arena_bytes)
                 mapping.madvise(mmap.MADV_DONTDUMP)  # not in core dumps
                 self._arena = np.frombuffer(mapping, np.uint8)[answer.data_from :]
-                self.local, self.remote = True, False
+                self.local = True
+                self.remote = False
         finally:
             for fd in fds:
                 os.close(fd)

@@ -187,7 +187,8 @@ class Link:
         """Close this child's copies of the parent's connections after a fork, so that the broker sees when the parent
         ends."""
         self._finalizer.detach()  # `_reset` makes a new one
-        pump, connections = self._pump, [*self._idle, *self._in_use]
+        pump = self._pump
+        connections = [*self._idle, *self._in_use]
         self._reset()
         for connection in connections:
             connection.close()
@@ -239,7 +240,8 @@ class Link:
     def _loss_error_factory(self) -> Callable[[str, BaseException], Exception]:
         """Return a function for the pump that makes an error like `_error_of_loss`. It does not refer to this object,
         which can thus be garbage-collected while the pump's thread runs."""
-        endpoint, channel = self.endpoint, self._channel
+        endpoint = self.endpoint
+        channel = self._channel
 
         def make(what: str, error: BaseException) -> Exception:
             if isinstance(error, ChannelClosedError):
@@ -267,7 +269,8 @@ class Link:
         self.retire()
         with self._guard:
             self._closed = True  # first: errors of the calls that are ended below say that the handle was closed
-            in_use, pump = list(self._in_use), self._pump
+            in_use = list(self._in_use)
+            pump = self._pump
         for connection in in_use:
             connection.shut()  # its call fails, and then closes it
         if pump is not None:

@@ -105,7 +105,8 @@ class ChannelSettings:
     def of(cls, entry: DirectoryEntry, directory: str) -> ChannelSettings:
         """Return the settings of the channel that `entry` registers in the directory at the address `directory`."""
         facts = entry.facts
-        nodes, maxsize = facts["nodes"], facts["maxsize"]
+        nodes = facts["nodes"]
+        maxsize = facts["maxsize"]
         assert isinstance(nodes, list)
         assert isinstance(maxsize, int)
         return cls(

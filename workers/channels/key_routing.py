@@ -72,7 +72,8 @@ class Routes:
     def find_parts_with_key(self, key: bytes, what: str, *, first: int = 0) -> tuple[list[int], list[ChannelLostError]]:
         """Return the parts, from part `first` on, that have the key or items of it, and the error of each part whose
         broker does not answer."""
-        parts_with_key, lost = [], []
+        parts_with_key = []
+        lost = []
         for part, link in enumerate(self._links[first:], first):
             try:
                 counts = self._request_counts(link, key, what)

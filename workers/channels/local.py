@@ -123,7 +123,8 @@ class LocalLink:
         """Make pending and later calls raise `ChannelClosedError`. The stored items are lost. Idempotent."""
         with self._guard:
             self._closed = True
-            pending, self._open = list(self._open.values()), {}
+            pending = list(self._open.values())
+            self._open = {}
         for future in pending:
             future.set_exception(disconnected(self._channel))
 

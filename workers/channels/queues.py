@@ -247,7 +247,8 @@ class Broker:
 
     def _put(self, client: Client, request: wire.Put) -> None:
         """Store the item, or let the put wait for a place (with `nowait`: Full). In a closed channel answer Closed."""
-        item, space_bytes = request.item, 0
+        item = request.item
+        space_bytes = 0
         if item.space != NOWHERE:
             space_bytes = self.reserved_bytes(client, item)
             del self._clients[client].spaces[item.space]  # the space belongs to the item from now on
@@ -366,7 +367,8 @@ class Broker:
                 self._store(put)
                 changed = True
             if queue.gets:
-                get, count_before = queue.gets[0], len(queue.items)
+                get = queue.gets[0]
+                count_before = len(queue.items)
                 if self._collect(get) or (get.taken and self._cannot_grow(queue)):
                     queue.gets.popleft()
                     self._lease_items(get, get.taken)
@@ -423,7 +425,8 @@ class Broker:
     def _nack(self, client: Client, request: wire.NackItems) -> None:
         """Return leased items to their places in the queue, and drop those at the positions `request.lost`."""
         lease = self._pop_lease(client, request.number)
-        taken, positions = lease.taken, set(request.lost)
+        taken = lease.taken
+        positions = set(request.lost)
         lost = [stored for position, stored in enumerate(taken) if position in positions]
         lease.taken = [stored for position, stored in enumerate(taken) if position not in positions]
         lease.queue.leased -= len(lost)
@@ -481,7 +484,8 @@ class Broker:
     def _reserve(self, client: Client, request: wire.Reserve) -> None:
         """Answer with reserved space, or let the request wait for it in its queue (with `nowait`: Full). In a closed
         channel answer Closed, for an empty item or one larger than the memory TooLarge."""
-        limit, channel = self._memory.capacity_bytes, self._channels.get(request.channel)
+        limit = self._memory.capacity_bytes
+        channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._answer(client, wire.Closed(request.number))
             return

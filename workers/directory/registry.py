@@ -78,7 +78,8 @@ class Registry:
         """Make an entry, and reply with it to the request and to the lookups that wait for it. `NameInUseError` if the
         name has a live entry, unless this same request made it (reply with it again), or both the entry and the request
         have `returns` set (replace it). Lookups that wait for a rank that a new group does not have fail."""
-        key, request_id = (request.kind, request.name), (session, request.number)
+        key = (request.kind, request.name)
+        request_id = (session, request.number)
         effects: Effects = []
         existing = self._live.get(key)
         # The same request again: the client repeats unanswered requests on a new connection.

@@ -106,7 +106,8 @@ class GroupCall(GroupFuture, AsyncWork[list[Any]]):
 
         def on_call_end(call: Called, future: Future[Any]) -> None:
             """Complete the future with the first error, or after the last call with all results."""
-            error, is_last = future.exception(), next(calls_left) == 0
+            error = future.exception()
+            is_last = next(calls_left) == 0
             with contextlib.suppress(futures.InvalidStateError):  # another call has failed before
                 if error is not None:
                     self._future.set_exception(self._worker_error(call, error))

@@ -329,7 +329,8 @@ def _find_head_agent() -> ActorHandle | None:
 def _await_nodes(count: int, first_id: str) -> list[Node]:
     """Wait until Ray has `count` nodes, and return that many (0: wait for one, return all): first the node `first_id`,
     then the others by address. ResourcesNotReadyError after `NODES_TIMEOUT_S`."""
-    wait, least = LoggedWait(NODES_TIMEOUT_S), max(count, 1)
+    wait = LoggedWait(NODES_TIMEOUT_S)
+    least = max(count, 1)
     alive = alive_nodes()
     while len(alive) < least:
         if wait.over(f"Ray has {len(alive)} of {least} requested nodes"):

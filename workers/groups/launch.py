@@ -176,9 +176,11 @@ def actor_name(entry: DirectoryEntry, rank: int) -> str:
 def place_environment(placement: WorkerPlacement) -> dict[str, str]:
     """Return the environment variables of a worker's place. LOCAL_RANK is an index into the accelerators that it
     sees."""
-    local_rank, local_world_size = placement.local_rank, placement.local_world_size
+    local_rank = placement.local_rank
+    local_world_size = placement.local_world_size
     if placement.isolated:  # it sees only its own accelerators
-        local_rank, local_world_size = 0, 1
+        local_rank = 0
+        local_world_size = 1
     elif placement.accelerators:  # it sees those of the whole node
         local_rank = placement.local_accelerator_rank
     return {

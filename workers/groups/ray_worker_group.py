@@ -135,7 +135,9 @@ class RayWorkerGroup:
         names = [entry["name"] for entry in self._metadata]
         workers = dict(zip(names, self._workers, strict=True))
         # Before the cleanup: from now on calls of the group raise.
-        self._workers, self._metadata, self.worker_to_tied_group_index = [], [], {}
+        self._workers = []
+        self._metadata = []
+        self.worker_to_tied_group_index = {}
         cleaned_up = True
         try:
             if cleanup_method is not None and not force:
@@ -224,7 +226,8 @@ class RayWorkerGroup:
         unknown axis and for an axis in two roles.
         """
         self._check_callable()
-        sharding, sharded = self._require_sharding(), in_sharded_axes or []
+        sharding = self._require_sharding()
+        sharded = in_sharded_axes or []
         targets = dispatch.shard_targets(
             sharding, sharded, replicate_on_axes or [], dummies=make_dummy_calls_to_free_axes
         )

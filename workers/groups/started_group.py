@@ -289,7 +289,8 @@ class StartedGroup:
         """Kill the actors and run the callbacks. Return whether all actors were killed. A no-op after the first
         call."""
         actors = [*self.actors, *self.owners]
-        self.actors, self.owners = [], []
+        self.actors = []
+        self.owners = []
         with self.after:  # runs its callbacks at the end of the block, also after an error
             try:
                 self.before.close()

@@ -368,14 +368,19 @@ class RayVirtualCluster:
         Idempotent, also after Ray has shut down. A later use of the cluster reserves the bundles again.
         """
         with self._lock:
-            self._host_of, self._nodes, self._keepers, self._held = {}, [], {}, {}
-            self._used_by, self._unified = {}, False
+            self._host_of = {}
+            self._nodes = []
+            self._keepers = {}
+            self._held = {}
+            self._used_by = {}
+            self._unified = False
             return self._remove_placement_groups()
 
     def _remove_placement_groups(self) -> bool:
         """Remove the placement groups. Return whether no step failed; True also if Ray has shut down, which removed
         them."""
-        groups, self._placement_groups = self._placement_groups or [], None
+        groups = self._placement_groups or []
+        self._placement_groups = None
         succeeded = True
         for group in groups:
             try:

@@ -359,7 +359,8 @@ def _caller_stacklevel() -> int:
     methods are skipped."""
     level, frame = 2, sys._getframe(2)  # frame 0 is this function, frame 1 the log method, frame 2 its caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     return level
 
 

@@ -227,7 +227,8 @@ class CollectiveGroup:
                 return
             self._closing.set()
             self._error = error = self._error or ConnectionError(f"process group {self.name} was closed: {why}")
-            group, pending = self._group, list(self._pending)
+            group = self._group
+            pending = list(self._pending)
         for job in pending:
             self._finish(job, error)
         if group is not None:  # aborting may block
@@ -408,8 +409,11 @@ def _plugin_group(name: str, store: Any, membership: Membership, timeout: timede
     if not plugin.extended_api:
         return plugin.creator_fn(store, membership.rank, membership.size, timeout)
     facts = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-    facts.store, facts.group_id, facts.timeout = store, membership.name, timeout
-    facts.group_rank, facts.group_size = membership.rank, membership.size
+    facts.store = store
+    facts.group_id = membership.name
+    facts.timeout = timeout
+    facts.group_rank = membership.rank
+    facts.group_size = membership.size
     facts.global_ranks_in_group = list(range(membership.size))
     return plugin.creator_fn(facts, None)
 

@@ -168,7 +168,8 @@ class Delivery:
         if posting.target is None:
             if arrival.unpacked is not None:
                 return arrival.unpacked
-            layout, memory = arrival.post.layout, _memory(arrival)
+            layout = arrival.post.layout
+            memory = _memory(arrival)
             return unpack(layout, memory, self._pool, own=arrival.own, device=posting.device)
         if arrival.unpacked is not None:
             copy_tensor(posting.target, arrival.unpacked.tensors[0])

@@ -136,7 +136,8 @@ class Fetches(dict[MessageId, Fetch]):
 
     def _send_request(self, fetch: Fetch, start: int, nbytes: int) -> None:
         """Request these bytes from the relay, or from the source if there is none or it cannot be reached."""
-        post, relay = fetch.arrival.post, fetch.relay
+        post = fetch.arrival.post
+        relay = fetch.relay
         if relay is None:
             pull = Pull(stream=post.stream, number=post.number, start=start, nbytes=nbytes)
             self._reply(fetch.arrival.route, pull)

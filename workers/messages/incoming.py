@@ -118,7 +118,8 @@ class Incoming:
     def _match(self, key: Key) -> None:
         """Match the oldest message and receive of a key until one of them is missing. Broadcasts match by number."""
         while key in self._arrivals:
-            waiting, post = self._postings.get(key), self._arrivals[key][0].post
+            waiting = self._postings.get(key)
+            post = self._arrivals[key][0].post
             calls_behind = self._calls.calls_behind(key, post.number)  # 0 outside of broadcasts
             if waiting and calls_behind < 0:  # the message is for a later call: that of the oldest call will not come
                 why = "its call failed or timed out before it could send"
@@ -391,7 +392,8 @@ class Incoming:
         if contact.options != post.options:
             if not contact.proven:  # the next operation is again the first contact
                 self._forget(posting.source, posting.stream)
-            theirs, ours = str(post.options), str(contact.options)
+            theirs = str(post.options)
+            ours = str(contact.options)
             posting.fail(GroupOptionsError(worker=self._worker, peer=post.source, ours=ours, theirs=theirs))
             error = GroupOptionsError(worker=post.source, peer=self._worker, ours=theirs, theirs=ours)
             self._refuse(arrival, error)
@@ -533,7 +535,8 @@ class BroadcastCalls:
             since_loss = stream.calls if stream.next_from is None else stream.next_from
             # Calls that wait have no message of the previous process, so they belong to the new one.
             first = min([since_loss, *(posting.number for posting in waiting)])
-            stream.calls, stream.next_from = stream.calls - first, None
+            stream.calls = stream.calls - first
+            stream.next_from = None
             for posting in waiting:
                 posting.number -= first
 

@@ -134,7 +134,8 @@ class IoThread:
             undo.callback(self._context.destroy, linger=0)
             self._router = open_socket(self._context, zmq.ROUTER, linger_ms=LINGER_MS)
             self._links = Links(self._context)
-            name, sources = f"tq-messages-{self.name}", poller(self._router, self._links.socket)
+            name = f"tq-messages-{self.name}"
+            sources = poller(self._router, self._links.socket)
             self._thread = PollThread(name, sources, self._run_once, self._thread_ended, timeout_ms=self._timeout_ms)
             undo.callback(self._thread.forget)
             self._unsubscribe = directory.subscribe(self._entry_changed)
@@ -423,7 +424,8 @@ class IoThread:
 
     def _attempt_request(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
         """Handle a message from a peer. An exception fails the message that this one is about, at both ends."""
-        handle, fail = self._handle_request, self._fail_request
+        handle = self._handle_request
+        fail = self._fail_request
         self._attempt(partial(handle, route, request, frames), self.name, partial(fail, route, request))
 
     def _fail_request(self, route: bytes, request: wire.Request, error: InternalError) -> None:
@@ -463,7 +465,8 @@ class IoThread:
         """Handle what peers send over the connections of this worker to them. Tell them which slabs are closed now. An
         exception fails the message that the answer is about, at both ends."""
         for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
-            handle, fail = self._handle_answer, self._fail_answer
+            handle = self._handle_answer
+            fail = self._fail_answer
             self._attempt(partial(handle, name, answer, frames[1:]), self.name, partial(fail, name, answer))
         inodes = self._slabs.pop_closed()
         if inodes:

@@ -174,9 +174,11 @@ class Messenger:
         """
         self._check_arguments(options, timeout_s, dst)
         if piggyback_payload is None:
-            form, packed = ObjectForm(), pickling.pack(object)
+            form = ObjectForm()
+            packed = pickling.pack(object)
         else:
-            form, packed = ObjectForm(piggyback=True), pickling.pack((object, piggyback_payload))
+            form = ObjectForm(piggyback=True)
+            packed = pickling.pack((object, piggyback_payload))
         return self._send_to_one(form, packed, dst, options, timeout_s, async_op)
 
     def recv(
@@ -221,7 +223,8 @@ class Messenger:
         `async_op`: then do not use `tensor` until the work is done. If the work is garbage-collected before the
         message arrives, `tensor` is not written, and the next receive gets the message."""
         self._check_arguments(options, timeout_s, src)
-        form, what = form_of(tensor), f"{self._name}: recv_tensor from {src}"
+        form = form_of(tensor)
+        what = f"{self._name}: recv_tensor from {src}"
         check_target(tensor)
         work: AsyncWork[None] | None = self._receive(
             src, _PAIR, form, options, timeout_s, async_op, what, finish=_take_tensor, target=tensor

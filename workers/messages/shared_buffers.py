@@ -154,7 +154,8 @@ class Slabs:
     def pop_closed(self) -> tuple[int, ...]:
         """Return the inodes of the slabs that were closed since the last call. Their readers must unmap them."""
         with self._guard:
-            inodes, self._closed_inodes = tuple(self._closed_inodes), []
+            inodes = tuple(self._closed_inodes)
+            self._closed_inodes = []
         return inodes
 
     def close(self) -> None:
@@ -216,7 +217,8 @@ class _Mapping:
     descriptor.)"""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
         if address == _FAILED:
             number = ctypes.get_errno()

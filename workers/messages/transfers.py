@@ -322,7 +322,8 @@ class TransferReceiver:
     def request(self, fetch: Fetch) -> None:
         """Tell the sender that a receive has taken its message, and on which device it receives. A process cannot open
         its own memory, so two workers of one process on one device use host memory."""
-        arrival, posting = fetch.arrival, fetch.posting
+        arrival = fetch.arrival
+        posting = fetch.posting
         post = arrival.post
         assert post.offer is not None, arrival.id
         assert posting is not None, arrival.id

@@ -110,15 +110,18 @@ def place_workers(
 def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: int, spanning: bool) -> tuple[int, int]:
     """Return (node, bundle on it) of bundle `named_bundle`, counted from the first bundle of node `first_node`.
     ValueError if it does not exist. spanning: see `place_workers`."""
-    node, bundle = first_node, named_bundle
+    node = first_node
+    bundle = named_bundle
     # The last node is not passed, so a number beyond all bundles is rejected below.
     while spanning and node < len(bundle_counts) - 1 and bundle >= bundle_counts[node]:
         bundle -= bundle_counts[node]
         node += 1
     if not 0 <= bundle < bundle_counts[node]:
-        counted, count = "the node has", bundle_counts[first_node]
+        counted = "the node has"
+        count = bundle_counts[first_node]
         if spanning and first_node < len(bundle_counts) - 1:
-            counted, count = "this node and the next ones together have", sum(bundle_counts[first_node:])
+            counted = "this node and the next ones together have"
+            count = sum(bundle_counts[first_node:])
         raise ValueError(
             f"bundle {named_bundle} of node {first_node} does not exist; {counted} {count}, counted from 0"
         )

@@ -75,7 +75,8 @@ class PackedPlacementStrategy:
                 f"start_hardware_rank={start_hardware_rank}, end_hardware_rank={end_hardware_rank}: expected 0 <= "
                 "start <= end"
             )
-        count, block = end_hardware_rank - start_hardware_rank + 1, num_hardware_per_process * stride
+        count = end_hardware_rank - start_hardware_rank + 1
+        block = num_hardware_per_process * stride
         if count % block:
             raise ValueError(
                 f"{count} accelerators are not a multiple of {block} (num_hardware_per_process * stride); change the "

@@ -122,7 +122,8 @@ def _common_rows(batch_size: int, world_size: int, peer_world_size: int, rank: i
             )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a group of {world_size} ranks, counted from 0")
-    rows, peer_rows = batch_size // world_size, batch_size // peer_world_size
+    rows = batch_size // world_size
+    peer_rows = batch_size // peer_world_size
     begin, end = rank * rows, (rank + 1) * rows  # the rows of `rank` within the batch
     # The peers from the one with the row `begin` to the one with the row `end - 1`.
     return [

@@ -71,7 +71,8 @@ def launch_service(
     merged = _merge_settings(config, settings)
     if storage not in get_args(Storage):
         raise ValueError(f'storage={storage!r}: expected "per_node" or "driver_node"')
-    namespace, driver_node = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
+    namespace = ray.get_runtime_context().namespace
+    driver_node = ray.get_runtime_context().get_node_id()
     token = merged.secret() or secrets.token_urlsafe(32)
     merged = replace(merged, token=token, token_file=None)
     # For clients and units: the same settings, with the controller's address.

@@ -275,7 +275,8 @@ class SupervisorActor:
         self._stopping = True
         for task in self._tasks - {asyncio.current_task()}:  # `_watch` runs this method in a task
             task.cancel()
-        units, self._units = list(self._units.values()), {}
+        units = list(self._units.values())
+        self._units = {}
         await asyncio.gather(*(self._stop_unit(unit) for unit in units))
 
     # --- background work
@@ -585,7 +586,8 @@ def living_actor(name: str, namespace: str) -> ActorHandle | None:
 
 def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
     """Return the running or restarting storage unit actors of the service in `namespace`."""
-    actor_namespace, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
+    actor_namespace = units_namespace(namespace)
+    prefix = unit_actor_name(service, "unit-")
     actors = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == actor_namespace and entry["name"].startswith(prefix):

@@ -97,7 +97,9 @@ class Timed:
     name of the part in which the calls are sent."""
 
     def __init__(self, timer: Timer | None, prefix: str, submit: str = "submit_futures") -> None:
-        self._timer, self._prefix, self.submit = timer, prefix, submit
+        self._timer = timer
+        self._prefix = prefix
+        self.submit = submit
 
     def __call__(self, part: str) -> AbstractContextManager[Any]:
         return nullcontext() if self._timer is None else self._timer.time(f"{self._prefix}/{part}")
@@ -160,7 +162,8 @@ class TQPolicy:
         `timeout` seconds for its running calls and the cleanup, it is killed. An open train step is lost.
         """
         timeout = as_timeout("timeout", timeout)
-        self._step_open, self._step_failed = False, None
+        self._step_open = False
+        self._step_failed = None
         try:
             return self.worker_group.shutdown(cleanup_method, timeout)
         finally:
@@ -282,7 +285,8 @@ class TQPolicy:
         """Like `get_logprobs_from_meta`, for the reference policy and "reference_policy_logprobs". It replays routed
         experts only if `fields` names them."""
         fields = forward_fields(meta, fields, FORWARD_FIELDS)
-        method, timed = "get_reference_policy_logprobs_presharded", Timed(timer, "get_reference_policy_logprobs")
+        method = "get_reference_policy_logprobs_presharded"
+        timed = Timed(timer, "get_reference_policy_logprobs")
         self._compute_logprobs(meta, fields, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
 
     def run_from_meta(
@@ -370,7 +374,8 @@ class TQPolicy:
                 error.add_note(f"Additionally, the abort of the train step failed: {second}")
             raise
         except BaseException:  # such as KeyboardInterrupt: the caller aborts the step later
-            self._step_open, self._step_failed = True, "begin_train_step"
+            self._step_open = True
+            self._step_failed = "begin_train_step"
             raise
         self._step_open = True
 
@@ -408,7 +413,8 @@ class TQPolicy:
         running calls, then raise TimeoutError; the caller can retry.
         """
         self._call_all("abort_train_step_presharded", timeout_s=ABORT_TIMEOUT_S)
-        self._step_open, self._step_failed = False, None
+        self._step_open = False
+        self._step_failed = None
 
     def _require_step(self) -> None:
         """RuntimeError unless a step is open in which nothing has failed."""
@@ -509,7 +515,8 @@ class TQPolicy:
         ValueError, which names the argument or the setting, unless it is 1 or more."""
         name = argument
         if value is None and default is not None:
-            name, value = f"cfg's {default}", setting(self.cfg, default)
+            name = f"cfg's {default}"
+            value = setting(self.cfg, default)
         check_number(name, value)
         return value
 

@@ -179,7 +179,8 @@ class ReplicaGroup:
         if self._agreed == policy:
             return
         self._agreed = None
-        record, error = _Record(policy), None
+        record = _Record(policy)
+        error = None
         try:
             record = replace(record, leads=leads())
         except Exception as caught:
@@ -197,7 +198,9 @@ class ReplicaGroup:
         """
         self._agreed = None  # stays so unless the whole fetch succeeds
         deadline = Deadline(self.timeout_s)
-        record, flat, error = _Record(policy), None, None
+        record = _Record(policy)
+        flat = None
+        error = None
         try:
             record = replace(record, leads=part.leads(), digest=part.digest())
             if record.leads:

@@ -57,7 +57,8 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     the policy's "make_sequence_length_divisible_by".
     """
     arguments = {}
-    packing, dynamic = enabled(cfg, "sequence_packing"), enabled(cfg, "dynamic_batching")
+    packing = enabled(cfg, "sequence_packing")
+    dynamic = enabled(cfg, "dynamic_batching")
     if packing is not None and dynamic is not None:
         raise ValueError("sequence_packing and dynamic_batching are both enabled; enable only one of them")
     if packing is not None:

@@ -47,7 +47,8 @@ def carried(error: DataPlaneError) -> dict[str, Any]:
 def error_of(message: CarriesError) -> DataPlaneError:
     """Return the error that a message carries. If there is no such class, or it does not accept the facts, return an
     `InternalError` that shows name and facts."""
-    name, facts = message.error, message.facts
+    name = message.error
+    facts = message.facts
     kind = getattr(errors, name, ERROR_TYPES.get(name))  # `name` may be any text, so `kind` may be any object
     try:
         if isinstance(kind, type) and issubclass(kind, DataPlaneError):

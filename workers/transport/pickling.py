@@ -117,7 +117,8 @@ class Packed:
     def runs(self) -> list[memoryview]:
         """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or not on the CPU
         are copied."""
-        buffers, end = [], 0
+        buffers = []
+        end = 0
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
             buffers.append(_PADDING[: segment.start - end])  # the gap before the aligned start
             buffers.append(_bytes_of(part) if isinstance(part, Tensor) else part)
@@ -284,7 +285,8 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
 
 def _lay_out(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
     """Place the parts one after another, each aligned to `ALIGN_BYTES`, and the skeleton after them."""
-    segments, end = [], 0
+    segments = []
+    end = 0
     for part in parts:
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES  # rounded up
         if isinstance(part, Tensor):

@@ -248,7 +248,8 @@ def _copy(
 ) -> None:
     """Copy the values' bytes to their new places, after comparing them with their checksums. reservation, unfinished:
     see `UnitConnections.write`."""
-    sizes, units = _sizes(page), np.full(len(page.lengths), unit, np.int32)
+    sizes = _sizes(page)
+    units = np.full(len(page.lengths), unit, np.int32)
     located = c.FieldLocations(
         name=page.field,
         spec=page.spec,

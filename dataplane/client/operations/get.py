@@ -199,7 +199,9 @@ def _copy_parts(
     # A field without rows in hidden columns is read whole; the columns of the others are decoded and interleaved.
     plain = {name: sources[name] for name in parts if [part.located.name for part in parts[name]] == [name]}
     mixed = {name: source for name, source in sources.items() if name not in plain}
-    empty, copier, pickles = session_state.empty, session_state.copier.copy, session_state.config.pickles
+    empty = session_state.empty
+    copier = session_state.copier.copy
+    pickles = session_state.config.pickles
     data = assemble(plain, empty=empty, copier=copier, pickles=pickles)
     columns = decode_columns(mixed, empty=empty, copier=copier, pickles=pickles)
     fields = {
@@ -238,7 +240,8 @@ def get_batch(
     """Gather the fields of the samples, or parts of them, directly into padded tensors, on `device`, by default the
     CPU."""
     gpu = None if device is None else devices.gpu(device)
-    width, parts = checked_width(pad_to_seqlen), row_parts(tokens, inner, meta.size, select_fields)
+    width = checked_width(pad_to_seqlen)
+    parts = row_parts(tokens, inner, meta.size, select_fields)
 
     def build(sources: Mapping[str, RowSource], located: Sequence[c.FieldLocations]) -> BatchedDataDict[Any]:
         """Copy the rows into a batch, which records which of its columns do not have one element per token."""
@@ -425,7 +428,8 @@ def _spread_source(
     sources = gather(located)
     stored_parts = []
     for part in parts:
-        name, part_ids = part.located.name, [ids[place] for place in part.places.tolist()]
+        name = part.located.name
+        part_ids = [ids[place] for place in part.places.tolist()]
         source = checked({name: sources[name]}, [part.located], partition, part_ids)[name]
         stored_parts.append(StoredPart(part.places, source))
     return widened(spec, stored_parts, len(ids))

@@ -157,7 +157,8 @@ def _append(
 ) -> Operation[Stored]:
     """Read the jagged rows, append the new values and put the result, provided that no other client wrote the rows
     in the meantime: while the rows that were read are pinned, until the commit, no other rows take their place."""
-    partition, samples = commit.partition, commit.samples
+    partition = commit.partition
+    samples = commit.samples
     # Without token lengths: a meta has those of whole rows, not of the appended pieces.
     encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None, widens=False)
     for turn in range(PUT_TRIES):
@@ -205,7 +206,8 @@ def _extend_stored(
     stored = [select_values(field, places[field.name]) for field in located.fields if len(places[field.name])]
     if not stored:
         return list(encoded)
-    units, lengths = units_of(stored), {field.name: field.lengths for field in stored}
+    units = units_of(stored)
+    lengths = {field.name: field.lengths for field in stored}
     yield from ensure_known(session_state, units)
 
     def work() -> list[EncodedColumn]:
@@ -448,7 +450,8 @@ def store_joined(
     that each put has to be stored alone: there is no preallocated space, the service rejected the commit, or `wanted`,
     which is called immediately before the commit, returned False. Raise the errors after which it is unknown whether
     the puts were stored."""
-    commit, columns = joined_commit(puts), joined_columns(puts)
+    commit = joined_commit(puts)
+    columns = joined_columns(puts)
     part: PreallocatedPart | None = None
     is_sent = False
     failed = True

@@ -32,7 +32,8 @@ def with_retry(
 
     @functools.wraps(operation)
     def retried(session_state: SessionState, /, *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-        backoff, end = Backoff(PAUSE_S, LONGEST_PAUSE_S), float("inf")
+        backoff = Backoff(PAUSE_S, LONGEST_PAUSE_S)
+        end = float("inf")
         while True:
             try:
                 return (yield from operation(session_state, *args, **kwargs))

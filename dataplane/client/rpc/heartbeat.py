@@ -157,7 +157,8 @@ class HeartbeatThread:
 
     def _send_heartbeat(self) -> None:
         """Send a heartbeat if it is due, reconnect if needed, and call `maintain`. Log errors; the thread continues."""
-        now, beat_s = time.monotonic(), self._calls.session.heartbeat_s
+        now = time.monotonic()
+        beat_s = self._calls.session.heartbeat_s
         self._next_beat_at = now + beat_s  # `_miss` may set another time
         try:
             doubtful = self._check_requested or self._missed
@@ -237,7 +238,8 @@ class HeartbeatThread:
             self._end(error)
         else:
             self._close_sockets()
-            self._dealer, self._monitor = dealer, monitor
+            self._dealer = dealer
+            self._monitor = monitor
             self._record_response()
             if session.epoch != before.epoch:
                 log.info("Session %d resumed in epoch %d of the service", session.number, session.epoch)

@@ -38,7 +38,8 @@ class ServiceMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return all metrics. Raises the ledger's error if it does not answer."""
         known = self._recorder.partitions  # read before the query, so that a partition created meanwhile is kept
-        stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
+        stats = self._ask(c.Stats())
+        waits = self._ask(c.Waits())
         assert isinstance(stats, c.StatsReport)
         assert isinstance(waits, c.WaitList)
         self._recorder.count()  # before `forget`, because pending answers may add counters of these partitions again

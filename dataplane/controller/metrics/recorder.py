@@ -166,7 +166,9 @@ class Recorder:
     def _count_commit(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
         """Count a put. Its span begins with its Allocate if it had a reservation of its own, otherwise at `began`, the
         arrival of the Commit."""
-        samples, nbytes, names = len(result.rows), 0, []
+        samples = len(result.rows)
+        nbytes = 0
+        names = []
         for column in command.columns:
             lengths = column.lengths  # often one, whose sum costs more than `item`
             nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * column.spec.unit_bytes
@@ -185,7 +187,8 @@ class Recorder:
 
     def _count_locate(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
         """Count a get. Its span is added when its Release is answered."""
-        samples, nbytes = len(result.rows), 0
+        samples = len(result.rows)
+        nbytes = 0
         for field in result.fields:
             lengths = field.lengths.clip(0) if command.missing_ok else field.lengths  # negative: the value is missing
             if field.spec.settled:  # the size of a value is known

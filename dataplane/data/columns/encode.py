@@ -630,16 +630,19 @@ def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, r
     contains a 0). Other rows keep their values. Copies both into new memory; values that rows shared are duplicated.
     Raises `ChecksumError` if stored rows do not match their checksums.
     """
-    values, lengths = column.values, column.lengths
+    values = column.values
+    lengths = column.lengths
     if column.index is not None:
-        values, lengths = values.take(column.index), lengths[column.index]
+        values = values.take(column.index)
+        lengths = lengths[column.index]
     count = len(lengths)
     tails = np.empty(int(values.sizes.sum()), np.uint8)
     values.write(0, count, tails)
     # Each row has two parts: part 0 is the stored row (without bytes if there is none), part 1 is the appended value.
     # `which` is the number of the buffer that has a part: one of `stored.buffers`, or `tails` after them.
     which = np.full((count, 2), len(stored.buffers), np.int32)
-    offsets, sizes = np.zeros((count, 2), np.int64), np.zeros((count, 2), np.int64)
+    offsets = np.zeros((count, 2), np.int64)
+    sizes = np.zeros((count, 2), np.int64)
     which[rows, 0] = 0 if stored.which is None else stored.which
     offsets[rows, 0], sizes[rows, 0] = stored.offsets, stored.sizes
     offsets[:, 1], sizes[:, 1] = np.cumsum(values.sizes) - values.sizes, values.sizes

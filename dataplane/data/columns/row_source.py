@@ -66,7 +66,8 @@ class RowSource:
     def sizes(self) -> Int64s:
         """Sizes of the entries in bytes, without unselected ones. Raises InternalError if an entry is outside its
         buffer, before any allocation."""
-        lengths, unit_bytes = self.lengths, self.spec.unit_bytes
+        lengths = self.lengths
+        unit_bytes = self.spec.unit_bytes
         if not len(lengths):
             return lengths
         longest = int(np.maximum.reduce(lengths))  # checked first: `lengths * unit_bytes` could overflow
@@ -120,7 +121,8 @@ class RowSource:
         if self.check is None:
             return self.rows()
         ends = np.cumsum(self.sizes)
-        memory, starts = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8), ends - self.sizes
+        memory = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
+        starts = ends - self.sizes
         gather(self.buffers, self.which, self.offsets, self.sizes, memory)
         self.check(memory, starts, slice(None))
         return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]

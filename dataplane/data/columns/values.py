@@ -116,9 +116,11 @@ class JoinedValues:
         """Yield the columns with values of [first, last), and the range of these values in each."""
         number = bisect.bisect_right(self._starts, first) - 1
         while first < last:
-            begin, end = self._starts[number], min(self._starts[number + 1], last)
+            begin = self._starts[number]
+            end = min(self._starts[number + 1], last)
             yield self._parts[number], first - begin, end - begin
-            first, number = end, number + 1
+            first = end
+            number = number + 1
 
 
 def in_host_memory(values: Values) -> Values:

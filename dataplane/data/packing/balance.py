@@ -72,7 +72,8 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
     number of runs stays the same, no run becomes empty, and none exceeds `capacity`.
     """
     # For each run: its number of rows, its tokens and its rank.
-    counts, loads = np.array([len(rows) for rows in runs]), loads_of(runs, tokens)
+    counts = np.array([len(rows) for rows in runs])
+    loads = loads_of(runs, tokens)
     rank_of = np.empty(len(runs), dtype=np.int64)
     for rank, numbers in enumerate(deal(loads, ranks)):
         rank_of[numbers] = rank
@@ -126,7 +127,8 @@ def level_ranks(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes
     tokens of each row."""
     totals = _rank_totals(loads, dealt)
     for _ in range(MOVES_PER_RANK * len(totals)):
-        heavy, light = totals.index(max(totals)), totals.index(min(totals))
+        heavy = totals.index(max(totals))
+        light = totals.index(min(totals))
         if totals[heavy] * len(totals) <= CLOSE_ENOUGH * sum(totals):
             return
         gap = totals[heavy] - totals[light]

@@ -29,7 +29,8 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
     while start < len(ends):
         end = bisect_right(ends, before + capacity, start)
         bins.append(list(range(start, end)))
-        start, before = end, ends[end - 1]
+        start = end
+        before = ends[end - 1]
     return bins
 
 
@@ -164,7 +165,9 @@ class _Residuals:
 
     def first(self, size: int) -> int:
         """Return the first bin with space for `size`. Such a bin must exist."""
-        residual, node, leaves = self._residual, 1, self._leaves
+        residual = self._residual
+        node = 1
+        leaves = self._leaves
         while node < leaves:
             node *= 2
             if residual[node] < size:  # not in the left child: in the right one
@@ -173,7 +176,8 @@ class _Residuals:
 
     def put(self, number: int, free: int) -> int:
         """Set the free space of bin `number`. Return the largest free space of any bin."""
-        residual, node = self._residual, number + self._leaves
+        residual = self._residual
+        node = number + self._leaves
         residual[node] = free
         while node > 1:
             sibling = residual[node ^ 1]
@@ -210,7 +214,8 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
     order = rows[positions]
     values, starts = np.unique(rising, return_index=True)
     # Of class c: `sizes[c - 1]` is the length, and the rows left are those from `nexts[c - 1]` to `ends[c - 1]`.
-    sizes, nexts = values.tolist(), starts.tolist()
+    sizes = values.tolist()
+    nexts = starts.tolist()
     ends = [*nexts[1:], len(order)]
     ordered = order.tolist()
     below = list(range(len(sizes) + 1))
@@ -219,7 +224,8 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
         if number == len(bins):
             bins.append([])
             residuals.append(capacity)
-        residual, target = residuals[number], bins[number]
+        residual = residuals[number]
+        target = bins[number]
         row_class = len(sizes)
         while True:  # one class after another, until none has a row that fits
             row_class = bisect_right(sizes, residual, 0, row_class)  # the class of the longest rows that can fit
@@ -230,7 +236,9 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
             if not row_class:
                 break
             # Take as many rows of the class as fit, or all that are left.
-            size, start, end = sizes[row_class - 1], nexts[row_class - 1], ends[row_class - 1]
+            size = sizes[row_class - 1]
+            start = nexts[row_class - 1]
+            end = ends[row_class - 1]
             if size:  # rows of length 0 all fit
                 fitting = start + residual // size
                 if fitting < end:
@@ -277,7 +285,8 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
     # Phase 3: add two rows over a sixth to each other bin: the shortest, and the longest that fits beside it. In
     # reverse order free space shrinks: a row that is too long next to the shortest row stays too long.
     small = rising[sixth:third].tolist()
-    low, high = 0, len(small) - 1
+    low = 0
+    high = len(small) - 1
     for number in range(len(bins) - 1, -1, -1):
         if len(bins[number]) > 1:
             continue

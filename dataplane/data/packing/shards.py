@@ -119,7 +119,8 @@ def plan_shards(
     per_batch = _rows_per_batch(size, shards, batch_size, even=even)
     if sequence_packing_args is not None:
         arguments = _Arguments("sequence_packing_args", sequence_packing_args)
-        budget, multiple = arguments.budget(), arguments.count("sequence_length_pad_multiple", 1)
+        budget = arguments.budget()
+        multiple = arguments.count("sequence_length_pad_multiple", 1)
         order = arguments.get("microbatch_order", "packer")
         if order not in ORDERS:
             raise InvalidRequestError(f"microbatch_order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -129,7 +130,8 @@ def plan_shards(
         return _split_packed(tokens, packer, shards, per_batch, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
         arguments = _Arguments("dynamic_batching_args", dynamic_batching_args)
-        budget, multiple = arguments.budget(), arguments.count("sequence_length_round", 1)
+        budget = arguments.budget()
+        multiple = arguments.count("sequence_length_round", 1)
         lengths, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
         return _split_dynamic(lengths, tokens, budget, shards, per_batch)
     return _split_plain(size, shards, per_batch)
@@ -153,7 +155,8 @@ class _Arguments:
     or "dynamic_batching_args"."""
 
     def __init__(self, argument: str, settings: Mapping[str, Any]) -> None:
-        self.argument, self._settings = argument, settings
+        self.argument = argument
+        self._settings = settings
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the setting, or its default if it is missing or None. Raises ValueError if there is no default."""
@@ -199,9 +202,11 @@ def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: boo
             f"{per_batch} rows, or another batch size"
         )
     if even and per_batch % shards:
-        what, remedy = "rows", f"a multiple of {shards} rows"
+        what = "rows"
+        remedy = f"a multiple of {shards} rows"
         if batch_size is not None:
-            what, remedy = "rows of a global batch", f"a global batch size that is a multiple of {shards}"
+            what = "rows of a global batch"
+            remedy = f"a global batch size that is a multiple of {shards}"
         raise InvalidRequestError(f"{per_batch} {what} cannot be split evenly over {shards} shards: pass {remedy}")
     return per_batch
 

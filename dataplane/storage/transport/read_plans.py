@@ -95,7 +95,8 @@ def plan_slices(offsets: Int64s, elements: Int64s, inner: InnerSlice, *, within:
     if longest > within:
         raise _outside(within)
     _require_within(offsets, elements * inner.unit_bytes, within)
-    count, ends = len(offsets), np.cumsum(elements * inner.nbytes)
+    count = len(offsets)
+    ends = np.cumsum(elements * inner.nbytes)
     starts = ends - elements * inner.nbytes
     requests: list[ReadRequest] = []
     nbytes = int(ends[-1]) if count else 0
@@ -140,7 +141,8 @@ def _cut(offsets: Int64s, elements: Int64s, most: int) -> Iterator[list[tuple[in
             free -= taken
             if not free or len(ranges) == CHUNK_RANGES:
                 yield ranges
-                ranges, free = [], most
+                ranges = []
+                free = most
     if ranges:
         yield ranges
 
@@ -208,7 +210,8 @@ class _Stream:
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._begins, last, side="left"))
         # The request needs the spans [low, high); it may begin within the first one and end within the last one.
-        offsets, sizes = self._arena[low:high].tolist(), self._sizes[low:high].tolist()
+        offsets = self._arena[low:high].tolist()
+        sizes = self._sizes[low:high].tolist()
         sizes[-1] = min(sizes[-1], last - int(self._begins[high - 1]))
         skipped = max(0, first - int(self._begins[low]))
         offsets[0] += skipped

@@ -129,7 +129,8 @@ class _ChunkBuilder:
         if self._small:
             self._chunk.frames.append(b"".join(self._small))
             self._chunk.frame_ranges.append(self._small_ranges)
-            self._small, self._small_ranges = [], 0
+            self._small = []
+            self._small_ranges = 0
 
 
 def _byte_views(given: Buffer | Sequence[Buffer]) -> Iterable[memoryview]:

@@ -31,7 +31,9 @@ from dataplane.core.addresses import join_address
 HANDSHAKE = "P2PHANDSHAKE"
 """Metadata setting by which engines find each other by address only, without a metadata service."""
 
-PENDING, DONE, FAILED = 0, 1, -1
+PENDING = 0
+DONE = 1
+FAILED = -1
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 

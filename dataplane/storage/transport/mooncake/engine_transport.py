@@ -109,8 +109,11 @@ class EngineTransport:
     def close(self) -> None:
         """Release the engine. Call it after the last connection is closed. Idempotent."""
         with self._lock:
-            slots, contacts = self._slots, self._contacts
-            self._slots, self._contacts, self._is_disabled = None, None, True
+            slots = self._slots
+            contacts = self._contacts
+            self._slots = None
+            self._contacts = None
+            self._is_disabled = True
         if slots is not None and contacts is not None:
             slots.close(trying=not contacts.close(CLOSE_S))  # a trial may still use the engine
 
@@ -150,7 +153,8 @@ class ClientEngine:
         if slot is None:
             return self._frames.send(wire, header, chunk, held=held)
         try:
-            position, target = 0, slot.payload(chunk.nbytes).data
+            position = 0
+            target = slot.payload(chunk.nbytes).data
             for piece in chunk.frames:
                 target[position : position + len(piece)] = piece
                 position += len(piece)
@@ -324,7 +328,8 @@ class UnitEngine:
 
     def _finish(self, job: _Job) -> None:
         """Report the payload or the failure of a job, and release its slot."""
-        slot, nbytes = job.slot, job.source.size
+        slot = job.slot
+        nbytes = job.source.size
         if job.failed or slot is None:  # a finished job without a slot has failed
             job.on_fetched(job.failed)
         else:
