@@ -518,3 +518,22 @@ def test_a_path_that_another_process_creates_meanwhile_is_left_alone(client: Dat
         client.checkpoint(tmp_path / "c")
     assert names(tmp_path) == ["c"]
     assert names(tmp_path / "c") == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("name", [manifest.NAME, "*.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused(saved: Path, bare: DataPlaneClient, name: str) -> None:
+    path = next(saved.glob(name))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file; use another copy"):
+        bare.restore(saved)
+
+
+def test_a_path_that_is_not_utf_8_is_refused_before_anything_is_written(
+    client: DataPlaneClient, tmp_path: Path
+) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9"
+    for call in (client.checkpoint, client.restore):
+        with pytest.raises(CheckpointError, match=r"caf.*not valid UTF-8.*rename its directories"):
+            call(path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

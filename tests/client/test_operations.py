@@ -67,6 +67,12 @@ def test_as_many_tags_as_samples() -> None:
         tag_columns([{"score": 1}], 2)
 
 
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1, np.uint64((1 << 64) - 1)])
+def test_an_integer_tag_of_more_than_64_bits_is_named(value: Any) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"tag n, row 1: .* \(over 64 bits\).* Store the integer as text"):
+        tag_columns([{"n": 1}, {"n": value}], 2)
+
+
 @pytest.mark.parametrize("names", ["a", b"a", 5, [5], [b"a"]])
 def test_sample_ids_that_are_no_list_of_strings_are_refused(names: Any) -> None:
     with pytest.raises(UnsupportedValueError):

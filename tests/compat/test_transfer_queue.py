@@ -889,3 +889,18 @@ def test_a_field_that_went_with_its_partition_is_declared_again() -> None:
                 one.perform(operations.put, [name], "p", images)
         rows = two.get_samples(["a", "c"], "p", ["image"])["image"]
         assert [tuple(row.shape) for row in rows] == [(2, 3), (4, 5)]
+
+
+@pytest.mark.integration
+def test_data_without_a_dimension_of_rows_is_refused_before_it_is_stored(client: tq.TransferQueueClient) -> None:
+    meta = client.put(TensorDict({"x": torch.arange(2.0)}, batch_size=2), partition_id="p")
+    assert meta is not None
+    bare = TensorDict({"y": torch.zeros(2, 2)}, batch_size=[])
+    for call in (
+        lambda: client.put(bare, metadata=meta),
+        lambda: client.put(bare, partition_id="p"),
+        lambda: tq.kv_batch_put(["a", "b"], "p", bare),
+    ):
+        with pytest.raises(ValueError, match=r"batch_size=\[\]: its first dimension must be the number of rows"):
+            call()
+    assert not client.check_production_status(["y"], "p")

@@ -359,3 +359,21 @@ def test_names_that_are_no_strings_are_refused_with_their_value(
     ):
         with pytest.raises(InvalidRequestError, match="field names must be non-empty strings, got 5"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("enums", "why"),
+    [
+        ("ab", "enums='ab': pass a mapping"),
+        (["a"], "pass a mapping of tag names"),
+        ({"k": "ab"}, "pass a list of names, not one string"),
+        ({"k": [0]}, "enums.*k.*row 0: 0 is not supported"),
+        ({"k": None}, "None is not supported"),
+        ({0: ["a"]}, "enums, row 0: 0 is not supported"),
+    ],
+)
+def test_enums_that_are_no_lists_of_texts_are_refused(
+    client: DataPlaneClient, partition: str, enums: Any, why: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=why):
+        client.register_partition(partition, ["x"], None, ["train"], enums=enums)

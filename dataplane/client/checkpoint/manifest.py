@@ -13,10 +13,13 @@ A save writes PATH.tmp-ID, then renames an older checkpoint to PATH.old-ID and t
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
+import io
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +180,7 @@ def read(directory: Path) -> Manifest:
     why = "the checkpoint does not exist"
     if directory.exists():
         why = "the file is missing: the directory has no complete checkpoint"
-    with reading(file, missing=why), file.open("rb") as opened:
+    with reading(file, missing=why), _opened(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         content = opened.read(size) if size <= MAX_BYTES else b""
     if size > MAX_BYTES:
@@ -190,7 +193,7 @@ def verify(directory: Path, entry: FileEntry) -> None:
     """Raise `CheckpointError` unless the file matches its size and checksum in the manifest."""
     path = directory / entry.name
     digest = ""
-    with reading(path), path.open("rb") as file:
+    with reading(path), _opened(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes == entry.nbytes:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -207,6 +210,15 @@ MISSING = (
     "the file is missing; use a complete copy of the checkpoint, or, if another process has saved a "
     "newer one to this path, restore again"
 )
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    """Open a regular file. OSError for another kind, such as a pipe, on which reading could block."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file; use another copy")
+    return file
 
 
 @contextlib.contextmanager
@@ -227,10 +239,15 @@ def reading(path: Path, missing: str = MISSING) -> Iterator[None]:
 def resolved(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path without symbolic links. Raise `CheckpointError` for an empty path or
     one with a NUL character."""
-    given = os.fspath(path)
+    given = os.fsdecode(path)
     if "\0" in given:
         why = "the path contains a NUL character (\\0); pass a path without it"
         raise CheckpointError(file=repr(given), why=why)
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        why = "the path is not valid UTF-8, which the format of its files needs; rename its directories"
+        raise CheckpointError(file=repr(given), why=why) from None
     if not given:
         why = "the path is empty (an unset variable?); pass the path of a directory"
         raise CheckpointError(file="''", why=why)

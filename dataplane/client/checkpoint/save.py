@@ -414,7 +414,7 @@ class Place:
         """Remove leftovers, and create and lock the directory. Raise `CheckpointError` if the path is
         not replaceable, or another process is writing to it."""
         with _writing(self.directory):
-            refuse_link_of_another(os.fspath(self._given))
+            refuse_link_of_another(os.fsdecode(self._given))
             self._check_replaceable()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._clean()

@@ -44,13 +44,22 @@ def register(
         num_samples=num_samples,
         tasks=tuple(list_of_names("consumer_tasks", consumer_tasks)),
         group_size=grpo_group_size,
-        enums=None if enums is None else {name: tuple(values) for name, values in enums.items()},
+        enums=None if enums is None else _enums(enums),
         strict=strict,
         budget_bytes=budget_bytes,
         when_full=_when_full(when_full),
     )
     session_state.schemas.forget(partition)  # first: the command may be executed although it fails here
     yield Send(command)
+
+
+def _enums(enums: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the permitted values of tags. Raise `InvalidRequestError` or `UnsupportedValueError` unless it is a
+    mapping of tag names to lists of strings."""
+    if not isinstance(enums, Mapping):
+        raise InvalidRequestError(f"enums={enums!r}: pass a mapping of tag names to lists of their permitted values")
+    names = list_of_names("enums", list(enums))
+    return {name: tuple(list_of_names(f"enums[{name!r}]", enums[name])) for name in names}
 
 
 def _when_full(policy: str) -> c.WhenFull:

@@ -69,6 +69,8 @@ def scalar(tag: str, row: int, value: Any) -> Scalar:
     )
 
 
+_INT64_MIN = -(1 << 63)
+_INT64_MAX = (1 << 63) - 1
 _PLAIN = frozenset({bool, int, float, type(None)})
 """Types of tags that `tag_columns` stores without conversion."""
 
@@ -104,7 +106,11 @@ def tag_columns(
             column = columns.get(name)
             if column is None:
                 column = columns[name] = [], []
-            column[0].append(value if type(value) in _PLAIN else convert(name, row, value))
+            stored = value if type(value) in _PLAIN else convert(name, row, value)
+            if type(stored) is int and not _INT64_MIN <= stored <= _INT64_MAX:
+                hint = "Store the integer as text."
+                raise UnsupportedValueError(field=f"tag {name}", row=row, got=f"{stored} (over 64 bits)", hint=hint)
+            column[0].append(stored)
             column[1].append(row)
     return tuple(
         c.TagColumn(

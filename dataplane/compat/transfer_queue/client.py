@@ -197,7 +197,7 @@ class AsyncTransferQueueClient:
         if metadata is None:
             if partition_id is None:
                 raise ValueError("put: pass the partition_id of new samples, or the metadata of existing ones")
-            rows = int(data.batch_size[0])
+            rows = columns.row_count(data)
             if not rows:
                 raise ValueError("put: the data has no rows; pass at least one")
             fields = columns.apply_parser(data, data_parser)
@@ -210,6 +210,7 @@ class AsyncTransferQueueClient:
         elif not metadata:
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
+            columns.row_count(data)  # raises before anything is stored
             fields = columns.apply_parser(data, data_parser)
             yield from operations.put_batch(session_state, metadata, fields)
         return metadata.add_fields(data)  # only their schema

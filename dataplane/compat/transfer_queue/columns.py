@@ -40,10 +40,17 @@ JAGGED_DIMENSIONS = 2
 """Number of dimensions of a tensor `[N, L]`, which is stored as N jagged rows."""
 
 
+def row_count(data: TensorDictBase) -> int:
+    """Return the number of rows. ValueError if the batch has no dimension of rows."""
+    if not data.batch_size:
+        raise ValueError("the TensorDict has batch_size=[]: its first dimension must be the number of rows")
+    return int(data.batch_size[0])
+
+
 def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
     """Return the `BatchMeta.field_schema` of these values; empty without rows. ValueError if a field does not have
     `batch_size` rows."""
-    rows = int(data.batch_size[0])
+    rows = row_count(data)
     return {str(name): _schema_of(str(name), value, rows) for name, value in data.items()} if rows else {}
 
 

@@ -95,7 +95,7 @@ def _kv_batch_put(
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
     # The put checks the rows of other mappings.
-    if isinstance(fields, TensorDictBase) and fields.batch_size[0] != len(keys):
+    if isinstance(fields, TensorDictBase) and columns.row_count(fields) != len(keys):
         raise ValueError(
             f"kv_batch_put: got fields of batch_size {list(fields.batch_size)} for {len(keys)} "
             "keys; pass one row per key"

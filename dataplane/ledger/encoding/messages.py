@@ -93,6 +93,7 @@ def _in_command(error: str, message: bytes | memoryview) -> str:
     if found is None:
         return ""
     why, path = found.groups()
+    path = path.partition("[...]")[0]  # the decoder does not name the keys of mappings
     try:
         command = value = msgspec.msgpack.decode(message)[4]
         for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
