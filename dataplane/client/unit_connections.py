@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 
 from dataplane.config import DataPlaneConfig
-from dataplane.core import devices, failpoints
+from dataplane.core import devices
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.cuda_memory import DeviceBuffer, copying
 from dataplane.core.devices import CPU
+from dataplane.core.failpoints import failpoint
 from dataplane.core.helpers import Helpers
 from dataplane.core.row_copy import CopyRuns, Run, copy_runs
 from dataplane.data.columns import EncodedColumn, InnerPart, RowSource
@@ -208,7 +209,7 @@ class UnitConnections:
             arena = self.arena(placement.unit)
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
-                failpoints.failpoint("put.mid_copy")
+                failpoint("put.mid_copy")
                 target = arena.writable(placement.offset, size)
                 device = on_device[placement.column]
                 with contextlib.nullcontext() if device == CPU else _access(arena, placement.offset + size, device):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 from google.protobuf.message import Message
 
 from dataplane.config import PUT_TIMEOUT_S
@@ -104,10 +103,8 @@ def message_of(output: c.Output, facts: Facts) -> Message:
 def body_of(output: c.Output, facts: Facts) -> bytes:
     """Encode the reply to a request over ZMQ. Raises as `value_of`."""
     value = value_of(output)
-    if not isinstance(value, c.Opened):
-        return messages.encode(value)
-    return msgspec.msgpack.encode(
-        Welcome(
+    if isinstance(value, c.Opened):
+        value = Welcome(
             opened=value,
             endpoints=facts.endpoints,
             host=facts.host,
@@ -115,7 +112,7 @@ def body_of(output: c.Output, facts: Facts) -> bytes:
             put_timeout_s=facts.put_timeout_s,
             durable=facts.durable,
         )
-    )
+    return messages.encode(value)
 
 
 def heartbeat_message(facts: Facts, min_heartbeat_s: float) -> pb.HeartbeatReply:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
-import msgspec
 import zmq
 
 from dataplane.controller.requests import Facts, Reply, body_of
@@ -216,7 +215,7 @@ class ZmqServer:
         self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
         reply = zmq_frames.HeartbeatReply(epoch=self._facts.epoch, min_heartbeat_s=handler.min_heartbeat_s)
-        self._send(peer.bytes, zmq_frames.answer(0, msgspec.msgpack.encode(reply)))
+        self._send(peer.bytes, zmq_frames.answer(0, messages.encode(reply)))
 
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""

@@ -22,7 +22,7 @@ class Helpers:
 
     def __init__(self, most: int) -> None:
         # 0 after `close`.
-        self._most = most
+        self.most = most
         self._guard = threading.Lock()
         self._started = 0
         # How many helpers wait for work.
@@ -39,7 +39,7 @@ class Helpers:
         batch = _Batch(jobs)
         interrupted: BaseException | None = None
         try:
-            for _ in range(min(self._most, len(jobs) - 1)):
+            for _ in range(min(self.most, len(jobs) - 1)):
                 self._call_helper(batch)
             batch.run_jobs()
         finally:
@@ -67,7 +67,7 @@ class Helpers:
         work, the first one that is done takes it."""
         if not self._idle.acquire(blocking=False):
             with self._guard:
-                if self._started < self._most:
+                if self._started < self.most:
                     args = (self._batches, self._idle)
                     threading.Thread(target=_help, args=args, name="tq-helper", daemon=True).start()
                     self._started += 1
@@ -75,7 +75,7 @@ class Helpers:
 
     def close(self) -> None:
         """End the helpers; callers run all later jobs. Does not wait. Idempotent."""
-        self._most = 0
+        self.most = 0
         self._batches.put(None)
 
 

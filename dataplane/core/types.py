@@ -12,6 +12,8 @@ import msgspec
 from dataplane.core.plain_numbers import fits
 
 PROTOCOL_VERSION = 10
+INT64_MIN = -(1 << 63)
+INT64_MAX = (1 << 63) - 1
 GRANULE_BYTES = 64
 """Alignment of extents: they start and end on multiples of this, so no two extents share a cache line."""
 _Integers = TypeVar("_Integers")

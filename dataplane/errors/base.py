@@ -1,5 +1,5 @@
-"""Base class of the package's errors: facts are attributes, and an error can be rebuilt from them.
-And the errors for partitions, tasks, fields and samples that do not exist."""
+"""Base class of the package's errors, whose facts are attributes from which an error can be rebuilt, and
+the errors for partitions, tasks, fields and samples that do not exist."""
 
 from __future__ import annotations
 
@@ -64,13 +64,12 @@ class PartitionNotFoundError(NotFoundError):
     """The partition is not registered. `known`: the first few of the `total` that are (None: all)."""
 
     def __init__(self, *, partition: str, known: Sequence[str] = (), total: int | None = None) -> None:
-        facts = _known(known, total)
-        registered = f"registered are {first_few(**facts)}" if known else "no partition is registered"
+        shown, facts = _names(known, total)
+        registered = f"registered are {shown}" if known else "no partition is registered"
         super().__init__(
             f"unknown partition {partition!r}; {registered}. Call register_partition first.",
             partition=partition,
-            known=facts["names"],
-            total=facts["total"],
+            **facts,
         )
 
 
@@ -78,14 +77,13 @@ class TaskNotFoundError(NotFoundError):
     """The partition has no such consumer task. `known`: the first few of its `total` tasks (None: all)."""
 
     def __init__(self, *, partition: str, task: str, known: Sequence[str] = (), total: int | None = None) -> None:
-        facts = _known(known, total)
+        shown, facts = _names(known, total)
         super().__init__(
             f"unknown task {task!r} in partition {partition!r}; its consumer_tasks are "
-            f"{first_few(**facts) or 'none'}. Name one of them, or register the partition with this task.",
+            f"{shown or 'none'}. Name one of them, or register the partition with this task.",
             partition=partition,
             task=task,
-            known=facts["names"],
-            total=facts["total"],
+            **facts,
         )
 
 
@@ -94,20 +92,21 @@ class FieldNotFoundError(NotFoundError):
     all)."""
 
     def __init__(self, *, partition: str, field: str, known: Sequence[str] = (), total: int | None = None) -> None:
-        facts = _known(known, total)
+        shown, facts = _names(known, total)
         super().__init__(
             f"unknown field {field!r} in partition {partition!r}; its fields are "
-            f"{first_few(**facts) or 'none'}. Put the field first, or declare it in register_partition.",
+            f"{shown or 'none'}. Put the field first, or declare it in register_partition.",
             partition=partition,
             field=field,
-            known=facts["names"],
-            total=facts["total"],
+            **facts,
         )
 
 
-def _known(names: Sequence[str], total: int | None) -> dict[str, Any]:
-    """Return the arguments of `first_few` for names that exist, of which `total` may be more than these."""
-    return {"names": sorted(names)[:SHOWN], "total": len(names) if total is None else total}
+def _names(known: Sequence[str], total: int | None) -> tuple[str, dict[str, Any]]:
+    """Return the text and the facts about the `total` names that exist (None: `known` has all of them)."""
+    count = len(known) if total is None else total
+    names = sorted(known)[:SHOWN]
+    return first_few(names, count), {"known": names, "total": count}
 
 
 class _SamplesError(NotFoundError):

@@ -38,17 +38,16 @@ SHOWN_BYTES = 16
 TLS = "it looks like a TLS handshake, but this port serves clients of this project over ZMQ"
 """Description of a message for which `is_tls` is true."""
 _TLS_PEER_BYTES = 0x16 - 1
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw]).decode
 MAX_GROUP = 32
 """Maximum number of requests in a message. Their replies are sent together, so the first waits for the last."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw]).decode
 
 
 def request(item: c.Input) -> list[bytes]:
     """Return the frames of an input: one, or several if its encoded form is long. Raises `RequestTooLargeError`."""
     body = messages.encode(item)
-    if len(body) > MAX_MESSAGE_BYTES:
-        check_size(body, f"a {type(item.command if isinstance(item, c.Call) else item).__name__} command")
+    check_size(body, f"a {type(item.command if isinstance(item, c.Call) else item).__name__} command")
     if len(body) <= REQUEST_FRAME_BYTES:
         return [body]
     return [body[start : start + REQUEST_FRAME_BYTES] for start in range(0, len(body), REQUEST_FRAME_BYTES)]
@@ -129,7 +128,7 @@ class Reply:
         """Parse a message of one or more replies, a frame each. Raises `InternalError` if it is malformed."""
         try:
             return [cls(*_decode(frame)) for frame in frames]
-        except (msgspec.MsgspecError, ValueError) as error:
+        except messages.MALFORMED as error:
             raise InternalError(what=f"malformed reply on the ZMQ connection ({error})") from error
 
     @property
@@ -145,7 +144,7 @@ class Reply:
         return self.body
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+class Welcome(c.Value, frozen=True, kw_only=True):
     """The reply to an `OpenSession`: the ledger's output, and the facts of the service that a client needs."""
 
     opened: c.Opened
@@ -156,7 +155,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     durable: bool
 
 
-class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
+class HeartbeatReply(c.Value, frozen=True, kw_only=True):
     """The reply to a heartbeat. An epoch that differs from the session's epoch means that the session ended.
     min_heartbeat_s: the shortest time until the next heartbeat."""
 

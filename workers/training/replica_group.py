@@ -36,8 +36,9 @@ import torch.distributed as dist
 from ray import cloudpickle
 from torch import Tensor
 
-from dataplane.core import devices, failpoints
+from dataplane.core import devices
 from dataplane.core.durations import as_timeout
+from dataplane.core.failpoints import failpoint
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.jagged import is_jagged, jagged_from_values, offsets_of, row_lengths
 from dataplane.errors import CallTimeoutError
@@ -210,7 +211,7 @@ class ReplicaGroup:
             error = caught
         records = self._exchange(record, error, deadline)
         leader = self._check(records)
-        failpoints.failpoint("fetch.between_header_and_payload")
+        failpoint("fetch.between_header_and_payload")
         flat = self._broadcast(flat, leader, records[leader].message_bytes, deadline)
         results: list[T] = []  # the result of `finish`, if it succeeds here
         try:

@@ -33,7 +33,7 @@ from dataplane.client.operations.put import store
 from dataplane.client.operations.retry import with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
-from dataplane.core import failpoints
+from dataplane.core.failpoints import failpoint
 from dataplane.core.row_copy import UInt8s
 from dataplane.core.types import FieldKind, granules_up
 from dataplane.data.columns import EncodedColumn
@@ -74,7 +74,7 @@ def restore(
     for file in content.files:
         yield Work(partial(manifest.verify, directory, file))
     yield from _check_target(session_state, entries, replace=replace)
-    failpoints.failpoint("restore.verified")
+    failpoint("restore.verified")
 
     @functools.lru_cache(maxsize=1)
     def opened(number: int) -> _File:
@@ -86,7 +86,7 @@ def restore(
         for name, entry in zip(staged, entries, strict=True):
             yield Send(c.Stage(partition=name))
             yield from _fill_partition(session_state, opened, name, entry)
-        failpoints.failpoint("restore.before_publish")
+        failpoint("restore.before_publish")
         saved = tuple(entry.saved for entry in entries)
         yield Send(c.Publish(staged=tuple(staged), partitions=saved, replace=replace))
     except BaseException:
@@ -191,7 +191,7 @@ def _fill_partition(
         # The ids are not kept in memory; errors name the samples by their numbers.
         numbers = [f"number {position}" for position in positions.tolist()]
         yield from store(session_state, commit, numbers, [column])
-        failpoints.failpoint("restore.stored")
+        failpoint("restore.stored")
 
 
 def _read_names(opened: Callable[[int], _File], staged: str, entry: NamesEntry) -> c.Commit:

@@ -37,8 +37,8 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
-from dataplane.core import failpoints
 from dataplane.core.checksums import damaged
+from dataplane.core.failpoints import failpoint
 from dataplane.core.file_locks import HeldFile
 from dataplane.core.private_dir import (
     FILE_MODE,
@@ -88,7 +88,7 @@ def checkpoint(
         saved = yield Send(c.Save(partitions=names))
         writer = _Writer(session_state, place, saved.number)
         try:
-            failpoints.failpoint("checkpoint.saved")
+            failpoint("checkpoint.saved")
             entries = []
             for described in saved.result.partitions:
                 entries.append((yield from _save_partition(writer, described)))
@@ -173,7 +173,7 @@ def _write_file(path: Path, tensors: dict[str, npt.NDArray[Any]]) -> FileEntry:
     with _writing(path):
         save_file(tensors, path)
         path.chmod(FILE_MODE)
-        failpoints.failpoint("checkpoint.file_written")
+        failpoint("checkpoint.file_written")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
@@ -469,16 +469,16 @@ class Place:
                 file.flush()
                 os.fsync(file.fileno())
             sync_path(self.directory)
-        failpoints.failpoint("checkpoint.before_rename")
+        failpoint("checkpoint.before_rename")
         with _writing(self.path):
             self._check_replaceable()  # again: another process may have created the path
             if self.path.exists():
                 self.directory.chmod(stat.S_IMODE(self.path.stat().st_mode))
                 self.path.rename(self._older)
-            failpoints.failpoint("checkpoint.between_renames")
+            failpoint("checkpoint.between_renames")
             self.directory.rename(self.path)
             sync_path(self.path.parent)
-        failpoints.failpoint("checkpoint.after_rename")
+        failpoint("checkpoint.after_rename")
         _discard(self._older, self.path)
         self._unlock()
 

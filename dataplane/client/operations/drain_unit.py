@@ -14,8 +14,8 @@ from dataplane.client.operations.put import release_space
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.session_state import SessionState
-from dataplane.core import failpoints
 from dataplane.core.durations import as_timeout
+from dataplane.core.failpoints import failpoint
 from dataplane.data.columns import EncodedColumn, FlatValues, checked
 from dataplane.errors import (
     CapacityTimeoutError,
@@ -229,7 +229,7 @@ def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Mo
                 yield Work(partial(_copy, session_state, unit, page, placements, allocated.number, unfinished))
             except ChecksumError as error:
                 raise (yield from _with_sample_id(error, page)) from error
-            failpoints.failpoint("move.before_switch")
+            failpoint("move.before_switch")
             return (yield Send(move_of(page, unit, located=found.number, reservation=allocated.number))).result  # type: ignore[no-any-return]
         except BaseException:
             yield from release_space(session_state, allocated.number, unfinished)
@@ -269,7 +269,7 @@ def _copy(
     column = EncodedColumn(
         page.field, page.spec, page.lengths, sizes, index=None, values=FlatValues(memory, source.offsets, sizes)
     )
-    failpoints.failpoint("move.mid_copy")
+    failpoint("move.mid_copy")
     session_state.connections.write(placements, [column], reservation, unfinished)
 
 

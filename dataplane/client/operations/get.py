@@ -23,7 +23,8 @@ from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
-from dataplane.core import devices, failpoints
+from dataplane.core import devices
+from dataplane.core.failpoints import failpoint
 from dataplane.core.schema import VARIANTS, Layout, columns_of, field_of
 from dataplane.core.types import FieldSpec
 from dataplane.data.batch import BatchedDataDict
@@ -111,14 +112,14 @@ def get_present(
             existing_ids = [ids[position] for position in existing.tolist()]
 
             def work() -> TensorDict:
-                failpoints.failpoint("get.mid_copy")
+                failpoint("get.mid_copy")
                 return _copy_parts(session_state, parts, units, partition, existing_ids)
 
             built: TensorDict = yield Work(work)
             yield from _check_pins_lasted(session_state)
             return existing.tolist(), built
         finally:
-            failpoints.failpoint("get.before_release")
+            failpoint("get.before_release")
             yield Post(c.Release(located=located.number))
 
     return (yield from _retry_relocated(attempt))  # type: ignore[no-any-return]
@@ -360,7 +361,7 @@ def _read(
     ids = ids_of(names)
 
     def work(stored: Stored, units: set[int]) -> Any:
-        failpoints.failpoint("get.mid_copy")
+        failpoint("get.mid_copy")
         sources = _sources(session_state, names, partition, ids, stored, units, parts, on_device=on_device)
         return build(sources, stored.whole)
 
@@ -377,7 +378,7 @@ def _read(
             yield from _check_pins_lasted(session_state)
             return built
         finally:
-            failpoints.failpoint("get.before_release")
+            failpoint("get.before_release")
             yield Post(c.Release(located=located.number))
 
     return (yield from _retry_relocated(attempt))
@@ -503,7 +504,7 @@ def _read_views(
 
             def work() -> TensorDict:
                 """Return views of mapped arenas; `pins[0]` lives as long as any of them."""
-                failpoints.failpoint("get.mid_copy")
+                failpoint("get.mid_copy")
                 sources = _sources(session_state, names, partition, ids, stored, units, parts, guard=pins[0])
                 return assemble(sources, copy=False, empty=session_state.empty, **_decoding(session_state))
 
@@ -528,6 +529,6 @@ def _check_pins_lasted(session_state: SessionState) -> Operation[None]:
     the lock of this process. If the lock is lost (its descriptor was closed or its file removed), send a command to
     the service: it ends a session before it drops any of its pins.
     """
-    failpoints.failpoint("get.copied")
+    failpoint("get.copied")
     if not session_state.lock_stands:
         yield Send(c.Units())  # any command: it fails if the session has ended

@@ -28,8 +28,8 @@ from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait,
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.client.unit_connections import select_values, units_of
-from dataplane.core import failpoints
 from dataplane.core.devices import CPU, current_stream, record_event
+from dataplane.core.failpoints import failpoint
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
 from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
@@ -321,7 +321,7 @@ def store(
             session_state, placements, encoded, allocated.number, unfinished, checksums=allocated.result.checksums
         )
         written: Sequence[EncodedColumn] = yield Work(write)
-        failpoints.failpoint("put.before_commit")
+        failpoint("put.before_commit")
         committed = (yield from send_for_samples(ids, _with_columns(commit, written, allocated.number))).result
         return replace(committed, evicted=allocated.result.evicted)  # samples evicted to make space
     except BaseException:
@@ -413,7 +413,7 @@ def _store_preallocated(
     failed = True
     try:
         written = yield from _write_preallocated(session_state, part, encoded)
-        failpoints.failpoint("put.before_commit")
+        failpoint("put.before_commit")
         committed = yield from send_for_samples(ids, _with_columns(commit, written, part.space.number, part.offset))
         failed = False
         return committed.result  # type: ignore[no-any-return]
@@ -462,7 +462,7 @@ def store_joined(
         written = yield from _write_preallocated(session_state, part, columns, commit.parts)
         if not wanted():
             return None
-        failpoints.failpoint("put.before_commit")
+        failpoint("put.before_commit")
         ids = [each for put in puts for each in put.ids]
         full = _with_columns(commit, written, part.space.number, part.offset)
         is_sent = True

@@ -11,7 +11,7 @@ import numpy as np
 
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.core.schema import INPUT_LENGTHS
-from dataplane.core.types import Scalar
+from dataplane.core.types import INT64_MAX, INT64_MIN, Scalar
 from dataplane.data.meta import KVBatchMeta, list_of_names
 from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError, first_few
 from dataplane.ledger import commands as c
@@ -69,8 +69,6 @@ def scalar(tag: str, row: int, value: Any) -> Scalar:
     )
 
 
-_INT64_MIN = -(1 << 63)
-_INT64_MAX = (1 << 63) - 1
 _PLAIN = frozenset({bool, int, float, type(None)})
 """Types of tags that `tag_columns` stores without conversion."""
 
@@ -107,7 +105,7 @@ def tag_columns(
             if column is None:
                 column = columns[name] = [], []
             stored = value if type(value) in _PLAIN else convert(name, row, value)
-            if type(stored) is int and not _INT64_MIN <= stored <= _INT64_MAX:
+            if type(stored) is int and not INT64_MIN <= stored <= INT64_MAX:
                 hint = "Store the integer as text."
                 raise UnsupportedValueError(field=f"tag {name}", row=row, got=f"{stored} (over 64 bits)", hint=hint)
             column[0].append(stored)

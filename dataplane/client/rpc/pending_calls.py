@@ -141,8 +141,8 @@ class Calls:
         return self.session.durable and time.monotonic() - self._lost_at < self._reconnect_s
 
     def end(self, error: DataPlaneError) -> None:
-        """End the session: `check` raises this error from now on. After an interrupt, nothing is confirmed any more: an
-        answer that has arrived may not have reached its caller."""
+        """End the session: `check` raises this error from now on. After an interrupt, no answer is
+        confirmed: one that has arrived may not have reached its caller."""
         if isinstance(error, SessionInterruptedError):
             with self._lock:
                 self._numbering.confirms = False

@@ -27,15 +27,12 @@ class Copier:
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1, threads
-        # Whether long runs are shared with other threads.
-        self._shares = threads > 1
-        self._threads = threads
         self._helpers = Helpers(threads - 1)
 
     def copy(self, runs: Sequence[Run]) -> None:
         """Copy every run, a (target, source) pair of byte arrays. The calling thread copies, too. Returns or
         raises as `Helpers.run`."""
-        long = [run for run in runs if run[0].nbytes >= LONG_BYTES] if self._shares else []
+        long = [run for run in runs if run[0].nbytes >= LONG_BYTES] if self._helpers.most else []
         if sum(target.nbytes for target, _ in long) < FROM_BYTES:
             copy_runs(runs)
             return
@@ -44,7 +41,6 @@ class Copier:
 
     def close(self) -> None:
         """End the helper threads; the calling thread makes all later copies. Idempotent."""
-        self._shares = False
         self._helpers.close()
 
 

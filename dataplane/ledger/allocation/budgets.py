@@ -233,8 +233,8 @@ def _rows_by_age(partition: Partition) -> Iterator[Int64s]:
 
 
 def _batches(rows: Int64s) -> Iterator[Int64s]:
-    """Yield the rows in batches of 1, 2, 4, ..., `BATCH`, `BATCH`, ...: whoever stops early has
-    taken less than twice as many as needed."""
+    """Yield the rows in batches of 1, 2, 4, ..., `BATCH`, `BATCH`, ... A caller that stops
+    early has taken less than twice as many as it needs."""
     start = 0
     size = 1
     while start < len(rows):

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.core.types import FieldSpec, Scalar
+from dataplane.core.types import INT64_MAX, INT64_MIN, FieldSpec, Scalar
 from dataplane.errors import InvalidRequestError
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Int64 = Annotated[int, msgspec.Meta(ge=INT64_MIN, le=INT64_MAX)]
 """An integer that numpy holds. Decoding checks it."""
-Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 UInt32s = npt.NDArray[np.uint32]

@@ -11,6 +11,7 @@ rejected.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import reprlib
 import sys
@@ -20,16 +21,18 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from dataplane.core.types import INT64_MAX, INT64_MIN
 from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
 
 assert sys.byteorder == "little", "arrays are little-endian, and this machine is big-endian"
 
-_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 """What a decoder raises; RecursionError for values that are nested too deeply."""
 
 CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
 """The inputs that clients may send. All others come from storage units or from the service itself."""
+_AnyInput = functools.reduce(operator.or_, c.Input.__subclasses__())
 
 
 def encode(value: c.Value) -> bytes:
@@ -42,14 +45,14 @@ def encode(value: c.Value) -> bytes:
 
 def decode(message: bytes | memoryview) -> c.Input:
     """Decode any input. Its arrays are read-only. Raises `InvalidRequestError` for other bytes."""
-    item: c.Input = _checked(_any_input, message)
+    item: c.Input = _checked(_AnyInput, message)
     return item
 
 
 def decode_request(message: bytes) -> CallersInput:
     """Decode an input that a client may send. Its arrays are read-only. Raises `InvalidRequestError` for other
     bytes."""
-    item: CallersInput = _checked(_callers_input, message)
+    item: CallersInput = _checked(CallersInput, message)
     return item
 
 
@@ -58,7 +61,7 @@ def number_of(message: bytes) -> int:
     try:
         parts = _split.decode(message)
         return _number.decode(parts[2]) if _text.decode(parts[0]) == c.Call.__name__ else 0
-    except (*_MALFORMED, IndexError):
+    except (*MALFORMED, IndexError):
         return 0
 
 
@@ -72,14 +75,15 @@ def decode_as(kind: type[Any], message: bytes | memoryview) -> Any:
     """Decode a value of this type. Raises `InternalError` for other bytes."""
     try:
         return _decoder(kind).decode(message)  # type: ignore[arg-type]  # every class is hashable
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise InternalError(what=f"malformed reply: not a {kind.__name__} ({error})") from error
 
 
-def _checked(decoder: msgspec.msgpack.Decoder[Any], message: bytes | memoryview) -> Any:
+def _checked(kind: Any, message: bytes | memoryview) -> Any:
+    """Decode an input of this type. Raises `InvalidRequestError` for other bytes."""
     try:
-        return decoder.decode(message)
-    except _MALFORMED as error:
+        return _decoder(kind).decode(message)
+    except MALFORMED as error:
         raise InvalidRequestError(_in_command(str(error), message) or _elsewhere(error)) from error
 
 
@@ -98,7 +102,7 @@ def _in_command(error: str, message: bytes | memoryview) -> str:
         command = value = msgspec.msgpack.decode(message)[4]
         for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
             value = value[name] if name else value[int(index)]
-    except (*_MALFORMED, LookupError, TypeError):  # more than this part is malformed
+    except (*MALFORMED, LookupError, TypeError):  # more than this part is malformed
         return ""
     return f"{command['type']}: {path}={reprlib.repr(value)}: {why[0].lower()}{why[1:]}"
 
@@ -125,17 +129,12 @@ def _array(kind: Any, content: Any) -> Any:
 
 
 @functools.cache
-def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a type of result or output."""
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a type. It is made once, at its first use."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_array)
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-_callers_input = msgspec.msgpack.Decoder(CallersInput, dec_hook=_array)
-_any_input: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    functools.reduce(lambda kinds, kind: kinds | kind, c.Input.__subclasses__()),  # type: ignore[arg-type,return-value]
-    dec_hook=_array,
-)
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
 _number = msgspec.msgpack.Decoder(int)
@@ -161,7 +160,7 @@ def _faults(place: str, value: Any) -> Iterator[str]:
                 "Replace it, for example with text.encode('utf-8', 'replace').decode()"
             )
     elif isinstance(value, int):
-        if not -(1 << 63) <= value < 1 << 64:
+        if not INT64_MIN <= value <= INT64_MAX:
             yield f"{place}={value!r}: expected an integer of at most 64 bits"
     elif isinstance(value, c.Samples):
         yield from _faults("sample id", value.ids)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dataplane.core.schema import INPUT_LENGTHS, field_of
-from dataplane.core.types import FieldKind, Scalar
+from dataplane.core.types import INT64_MAX, FieldKind, Scalar
 from dataplane.errors import (
     UNDECLARED,
     InvalidRequestError,
@@ -38,7 +38,6 @@ from dataplane.ledger.state.sessions import (
 )
 from dataplane.ledger.state.state import State
 
-INT64_MAX = (1 << 63) - 1
 TAG_TYPES = frozenset({str, bool, int, float, type(None)})
 LONGEST = 1 << 53
 """Maximum number of tokens of a sample: floats are exact up to here."""

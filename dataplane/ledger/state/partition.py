@@ -31,11 +31,12 @@ class Outlook:
     is not attempted again in vain (see `allocation.budgets`)."""
 
     def __init__(self, at_most: int, gain: tuple[int, int]) -> None:
-        # At most so many bytes can be freed once nobody reads samples, but for what `noted` adds.
+        # Upper bound of the bytes that evictions can free once no reader pins samples. The rows in
+        # `noted` are not counted yet.
         self.at_most = at_most
-        # Unconsumed samples, if the policy allows their eviction, certainly free at most so many
-        # bytes of the partition, and in open units; nothing else can be evicted. None: the
-        # partition changed.
+        # The bytes of the partition, and those in open units, that the eviction of unconsumed samples
+        # certainly frees, if the policy allows it; no others can be evicted. None: the partition has
+        # changed.
         self.gain: tuple[int, int] | None = gain
         # Rows whose samples may have become evictable, or moved to other extents.
         self.noted: list[Int64s] = []

@@ -14,7 +14,7 @@ import zmq
 from google.protobuf.message import DecodeError
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.core import failpoints
+from dataplane.core.failpoints import failpoint
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import AuthenticationError, ClientClosedError, from_wire
 from dataplane.protocol.pb import bulk_pb2 as pb
@@ -101,7 +101,7 @@ class Wire:
         try:
             self._send_head(header.SerializeToString(), zmq.SNDMORE if unsent else 0)
             while unsent:
-                failpoints.failpoint("bulk.write.between_frames")
+                failpoint("bulk.write.between_frames")
                 self._socket.send(unsent.popleft(), zmq.SNDMORE if unsent else 0, copy=False)
         except BaseException as error:
             if isinstance(error, zmq.Again):
@@ -183,7 +183,7 @@ class Wire:
     def payload(self, nbytes: int) -> Bytes:
         """Return the payload frame of the reply just received, without a copy. Raises WireLostError unless it has
         `nbytes`."""
-        failpoints.failpoint("bulk.read.between_frames")
+        failpoint("bulk.read.between_frames")
         if not self._more():
             raise WireLostError("the reply has no payload frame")
         frame = np.frombuffer(self._socket.recv(copy=False).buffer, np.uint8)
