@@ -18,7 +18,7 @@ from benchmarks.measure import ratios
 from benchmarks.payload import BatchSpec, Shape, build
 from benchmarks.probes.base import Figure, side_by_side
 from dataplane import BatchedDataDict
-from workers.training.replica_group import NO_DIGEST, FetchedPart, ReplicaGroup
+from workers.training.replica_group import NO_DIGEST, RankFetch, ReplicaGroup
 
 WORLD = 2
 REPETITIONS = 9
@@ -55,7 +55,7 @@ def _rank(go: Callable[[], Any], store: str, rank: int) -> tuple[float, float, l
     batch = build(TOKENS)
     flat = torch.zeros(batch.nbytes, dtype=torch.uint8)
     group = ReplicaGroup(dist.group.WORLD)
-    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
+    part = RankFetch(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
     fetches = []
     bare = []
     sizes: list[tuple[str, int]] = []  # the collectives of one fetch

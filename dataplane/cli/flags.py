@@ -164,12 +164,12 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
     """Convert `run` to a typer command: each parameter whose type is a group of flags is replaced by these flags. The
     docstring becomes the help, with one line per paragraph, which the terminal wraps."""
     hints = typing.get_type_hints(run, include_extras=True)
-    groups: dict[str, Any] = {}  # name of the parameter -> dataclass of its flags
+    dataclasses_of: dict[str, Any] = {}  # name of the parameter -> dataclass of its flags
     flags: list[tuple[str, Any, Any]] = []  # name, type and default of each
     for parameter in inspect.signature(run).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
-            groups[parameter.name] = kind
+            dataclasses_of[parameter.name] = kind
             types = typing.get_type_hints(kind, include_extras=True)
             flags += [(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
         else:  # a flag or argument of its own
@@ -178,7 +178,7 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(run)
     def command(**values: Any) -> int:
         """Call `run` with each group of flags as one object."""
-        for name, kind in groups.items():
+        for name, kind in dataclasses_of.items():
             values[name] = kind(**{flag.name: values.pop(flag.name) for flag in fields(kind)})
         return run(**values)
 

@@ -46,8 +46,8 @@ def describe(address: str, report: c.StatsReport) -> str:
     lines = [f"data plane service at {address}, epoch {report.epoch}"]
     for unit in report.units:
         lines += _unit_lines(unit)
-    for part in report.partitions:
-        lines += _partition_lines(part)
+    for partition in report.partitions:
+        lines += _partition_lines(partition)
     if not_shown(report):
         lines.append(f"  {not_shown(report)}; `tq ls` lists them")
     puts = f"{counted(report.waiting_allocations, 'put')} waiting for space"
@@ -70,24 +70,30 @@ def _unit_lines(unit: c.UnitStats) -> list[str]:
     return lines
 
 
-def _partition_lines(part: c.PartitionStats) -> list[str]:
+def _partition_lines(partition: c.PartitionStats) -> list[str]:
     """Describe a partition in one line. Further lines have its budget, evictions, fields, tasks and waiting calls."""
-    born = f"{part.born} born" if part.num_samples is None else f"{part.born} of {part.num_samples} born"
-    live = f"{part.live} live ({readable(part.live_bytes)})"
-    lines = [f"  partition {shown(part.partition)}: {live}, {born}{', sealed' if part.sealed else ''}"]
-    if part.budget_bytes is not None:
+    born = (
+        f"{partition.born} born"
+        if partition.num_samples is None
+        else f"{partition.born} of {partition.num_samples} born"
+    )
+    live = f"{partition.live} live ({readable(partition.live_bytes)})"
+    lines = [f"  partition {shown(partition.partition)}: {live}, {born}{', sealed' if partition.sealed else ''}"]
+    if partition.budget_bytes is not None:
         lines.append(
-            f"    {readable(part.used_bytes)} of a budget of {readable(part.budget_bytes)} used,"
-            f" peak {readable(part.peak_used_bytes)}{', FILLING UP' if part.pressed else ''}"
+            f"    {readable(partition.used_bytes)} of a budget of {readable(partition.budget_bytes)} used,"
+            f" peak {readable(partition.peak_used_bytes)}{', FILLING UP' if partition.pressed else ''}"
         )
-    if part.evicted or part.evicted_unconsumed:
-        lines.append(f"    {part.evicted} evicted, plus {part.evicted_unconsumed} evicted unconsumed")
-    if part.waiting_puts:
-        lines.append(f"    {counted(part.waiting_puts, 'put')} waiting for space")
-    lines += [f"    field {shown(name)}: {count} produced" for name, count in part.produced.items()]
-    lines += [f"    task {shown(name)}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
-    if part.waiting_claims:
-        lines.append(f"    {counted(part.waiting_claims, 'claim')} waiting")
+    if partition.evicted or partition.evicted_unconsumed:
+        lines.append(f"    {partition.evicted} evicted, plus {partition.evicted_unconsumed} evicted unconsumed")
+    if partition.waiting_puts:
+        lines.append(f"    {counted(partition.waiting_puts, 'put')} waiting for space")
+    lines += [f"    field {shown(name)}: {count} produced" for name, count in partition.produced.items()]
+    lines += [
+        f"    task {shown(name)}: {count} of {partition.live} claimed" for name, count in partition.claimed.items()
+    ]
+    if partition.waiting_claims:
+        lines.append(f"    {counted(partition.waiting_claims, 'claim')} waiting")
     return lines
 
 
@@ -126,24 +132,24 @@ def _print_partitions(report: c.StatsReport, json: bool) -> None:
         print("no partitions")
         return
     columns = ("partition", ">live", ">born", ">expected", ">bytes", ">version", "tasks", "fields", "")
-    print_table(columns, [_partition_row(part) for part in report.partitions])
+    print_table(columns, [_partition_row(partition) for partition in report.partitions])
     if not_shown(report):
         print(f"{not_shown(report)}; --limit {report.partition_count} lists all")
 
 
-def _partition_row(part: c.PartitionStats) -> tuple[object, ...]:
+def _partition_row(partition: c.PartitionStats) -> tuple[object, ...]:
     """Return one partition as a row of the table."""
-    notes = ["sealed"] if part.sealed else []
-    notes += ["FILLING UP"] if part.pressed else []
+    notes = ["sealed"] if partition.sealed else []
+    notes += ["FILLING UP"] if partition.pressed else []
     return (
-        shown(part.partition),
-        part.live,
-        part.born,
-        "-" if part.num_samples is None else part.num_samples,
-        readable(part.live_bytes),
-        "-" if part.version is None else part.version,
-        ",".join(map(shown, part.claimed)) or "-",
-        ",".join(map(shown, part.produced)) or "-",
+        shown(partition.partition),
+        partition.live,
+        partition.born,
+        "-" if partition.num_samples is None else partition.num_samples,
+        readable(partition.live_bytes),
+        "-" if partition.version is None else partition.version,
+        ",".join(map(shown, partition.claimed)) or "-",
+        ",".join(map(shown, partition.produced)) or "-",
         ", ".join(notes),
     )
 

@@ -129,20 +129,20 @@ def _completion(
     return complete
 
 
-partitions = _completion(lambda report, _: [part.partition for part in report.partitions])
+partitions = _completion(lambda report, _: [each.partition for each in report.partitions])
 units = _completion(lambda report, _: [unit.name for unit in report.units])
 # Tasks and fields of the partition on the command line; of the fields, those not given there.
 tasks_of = _completion(
     lambda report, given: [
-        name for part in report.partitions if part.partition == given.get("partition") for name in part.claimed
+        name for each in report.partitions if each.partition == given.get("partition") for name in each.claimed
     ]
 )
 fields_of = _completion(
     lambda report, given: [
         name
-        for part in report.partitions
-        if part.partition == given.get("partition")
-        for name in part.produced
+        for each in report.partitions
+        if each.partition == given.get("partition")
+        for name in each.produced
         if name not in (given.get("fields") or ())
     ]
 )

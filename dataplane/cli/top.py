@@ -144,9 +144,10 @@ def take_snapshot(channel: ControllerChannel, flow: Callable[[], FlowRates] | No
 def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
     """Return the rates of each partition in `after`, by its name."""
     seconds = max(after.at_s - before.at_s, 1e-6)  # never 0: it is a divisor
-    earlier = {part.partition: part for part in before.report.partitions}
+    earlier = {partition.partition: partition for partition in before.report.partitions}
     return {
-        part.partition: _partition_rates(earlier.get(part.partition), part, seconds) for part in after.report.partitions
+        partition.partition: _partition_rates(earlier.get(partition.partition), partition, seconds)
+        for partition in after.report.partitions
     }
 
 
@@ -210,28 +211,33 @@ def frame(address: str, before: Snapshot, after: Snapshot, *, most_units: int | 
 
     report = after.report
     partition_rates = rates(before, after)
-    parts: list[RenderableType] = [Text(_summary(address, after, partition_rates), style="bold")]
+    renderables: list[RenderableType] = [Text(_summary(address, after, partition_rates), style="bold")]
     if after.flow is not None:
-        parts.append(Text(_flow_summary(after.flow), style="bold"))
+        renderables.append(Text(_flow_summary(after.flow), style="bold"))
 
     def add_table(columns: Sequence[str], rows: list[tuple[object, ...]]) -> None:
         """Add an empty line and a table, unless it has no rows."""
         if rows:
-            parts.extend(["", table(columns, rows)])
+            renderables.extend(["", table(columns, rows)])
 
     units = _select_units(report.units, most_units)
     add_table(_UNIT_COLUMNS, [_unit_row(unit) for unit in units])
     hidden = len(report.units) - len(units)
     if hidden:
-        parts.append(f"and {counted(hidden, 'more unit')}; `tq status` lists them")
-    add_table(_PARTITION_COLUMNS, [_partition_row(part, partition_rates[part.partition]) for part in report.partitions])
+        renderables.append(f"and {counted(hidden, 'more unit')}; `tq status` lists them")
+    add_table(
+        _PARTITION_COLUMNS,
+        [_partition_row(partition, partition_rates[partition.partition]) for partition in report.partitions],
+    )
     if not_shown(report):
-        parts.append(not_shown(report))
-    add_table(_TASK_COLUMNS, [_task_row(part, task) for part in report.partitions for task in part.tasks])
+        renderables.append(not_shown(report))
+    add_table(
+        _TASK_COLUMNS, [_task_row(partition, task) for partition in report.partitions for task in partition.tasks]
+    )
     add_table(_WAIT_COLUMNS, [_wait_row(wait, after.waits.now) for wait in after.waits.waits])
     if waits_not_shown(after.waits):
-        parts.append(waits_not_shown(after.waits))
-    return Group(*parts)
+        renderables.append(waits_not_shown(after.waits))
+    return Group(*renderables)
 
 
 def _select_units(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.UnitStats]:
@@ -286,22 +292,23 @@ def _unit_row(unit: c.UnitStats) -> tuple[object, ...]:
     )
 
 
-def _partition_row(part: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
+def _partition_row(partition: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
     """Return a partition as a row of `_PARTITION_COLUMNS`."""
-    notes = ["sealed"] if part.sealed else []
-    notes += ["FILLING UP"] if part.pressed else []
-    notes += [f"{counted(part.waiting_puts, 'put')} waiting"] if part.waiting_puts else []
-    notes += [f"{part.evicted + part.evicted_unconsumed} evicted"] if part.evicted + part.evicted_unconsumed else []
+    notes = ["sealed"] if partition.sealed else []
+    notes += ["FILLING UP"] if partition.pressed else []
+    notes += [f"{counted(partition.waiting_puts, 'put')} waiting"] if partition.waiting_puts else []
+    evicted = partition.evicted + partition.evicted_unconsumed
+    notes += [f"{evicted} evicted"] if evicted else []
     return (
-        shown(part.partition),
-        part.live,
-        readable(part.live_bytes),
-        part.born,
-        "-" if part.num_samples is None else part.num_samples,
+        shown(partition.partition),
+        partition.live,
+        readable(partition.live_bytes),
+        partition.born,
+        "-" if partition.num_samples is None else partition.num_samples,
         _format_rate(rate.born),
         _format_rate(rate.dropped),
         "-" if rate.grown_bytes is None else readable(rate.grown_bytes),
-        "-" if part.version is None else part.version,
+        "-" if partition.version is None else partition.version,
         _warning(", ".join(notes)),
     )
 
@@ -310,14 +317,14 @@ def _format_rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def _task_row(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
+def _task_row(partition: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
     """Return a task of a partition as a row of `_TASK_COLUMNS`."""
     wants = ", ".join(map(shown, task.fields)) or "(has not claimed)"
     lag: object = task.lag
     if lag is None:
         # "version not set": samples have a version, but the partition has none to compare it with.
-        lag = "version not set" if part.version is None and task.stalest_version is not None else "-"
-    names = shown(task.task), shown(part.partition)
+        lag = "version not set" if partition.version is None and task.stalest_version is not None else "-"
+    names = shown(task.task), shown(partition.partition)
     return *names, task.ready, task.leased, task.held, task.claimed, lag, task.waiting, wants
 
 

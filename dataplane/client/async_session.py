@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.client.operations.joined_puts import SmallPut, groups_of
+from dataplane.client.operations.joined_puts import SmallPut, joined_positions
 from dataplane.client.operations.put import store_joined
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.rpc.async_channel import AsyncChannel, complete, in_thread, until_done
@@ -278,24 +278,24 @@ class PutJoiner:
         try:
             await asyncio.sleep(0)  # until the coroutines that are ready now have made their offers
             if outcome in self._offered:
-                self._form_groups(store)
+                self._join_offered(store)
             return await outcome
         finally:
             outcome.cancel()  # if the caller was cancelled
             self._offered.pop(outcome, None)
             self._waiting.discard(outcome)
 
-    def _form_groups(self, store: Store) -> None:
+    def _join_offered(self, store: Store) -> None:
         """Begin to store the puts that were offered in this turn; those without company return to their callers."""
         offered = [(put, outcome) for outcome, put in self._offered.items()]
         self._offered = {}
-        for positions in groups_of([put for put, _ in offered]):
-            group = [offered[position] for position in positions]
-            if len(group) == 1:
-                group[0][1].set_result(None)
+        for positions in joined_positions([put for put, _ in offered]):
+            joined = [offered[position] for position in positions]
+            if len(joined) == 1:
+                joined[0][1].set_result(None)
                 continue
             # What the task waits for refers to it: see `AsyncConnection`.
-            storing = _store_group(group, store)
+            storing = _store_joined(joined, store)
             asyncio.get_running_loop().create_task(storing)
 
     def end(self, error: DataPlaneError) -> None:
@@ -306,9 +306,9 @@ class PutJoiner:
                     outcome.set_exception(_copy_of(error))
 
 
-async def _store_group(group: list[tuple[SmallPut, asyncio.Future[Outcome]]], store: Store) -> None:
-    """Store a group, and set the outcome of each put whose caller still waits."""
-    futures = [outcome for _, outcome in group]
+async def _store_joined(joined: list[tuple[SmallPut, asyncio.Future[Outcome]]], store: Store) -> None:
+    """Store joined puts, and set the outcome of each put whose caller still waits."""
+    futures = [outcome for _, outcome in joined]
 
     def wanted() -> bool:
         """Whether no caller was cancelled. Once the commit has been sent, a cancelled put is stored, as one that is
@@ -316,7 +316,7 @@ async def _store_group(group: list[tuple[SmallPut, asyncio.Future[Outcome]]], st
         return not any(outcome.done() for outcome in futures)
 
     try:
-        results = await store([put for put, _ in group], wanted)
+        results = await store([put for put, _ in joined], wanted)
     except Exception as error:
         for outcome in futures:
             if not outcome.done():

@@ -1,4 +1,4 @@
-"""Preallocated space for the small puts of a client: each put takes a part of it and sends only its commit.
+"""Preallocated space for the small puts of a client: each put takes a portion of it and sends only its commit.
 
 A client requests such space only when small puts follow each other quickly, and only in a unit whose arena it has
 mapped. Space that is unused for one heartbeat is returned, and all unused space when the session
@@ -32,65 +32,66 @@ MOST_REQUESTS = 4
 
 @dataclass(eq=False, slots=True)
 class PreallocatedSpace:
-    """Space allocated by call `number`: bytes [offset, end) of the unit's arena are unused, `parts` are in use.
+    """Space allocated by call `number`: bytes [offset, end) of the unit's arena are unused, `portions` are in use.
     `checksums`: commits into the space must have checksums. `touched`: used since the last `give_up_idle`.
-    `given_up`: no further put takes a part; the space is released after its last part is finished."""
+    `given_up`: no further put takes a portion; the space is released after its last portion is finished."""
 
     number: int
     unit: int
     offset: int
     end: int
     checksums: bool = False
-    parts: set[PreallocatedPart] = field(default_factory=set)
+    portions: set[PreallocatedPortion] = field(default_factory=set)
     touched: bool = True
     given_up: bool = False
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class PreallocatedPart:
-    """Space of one put. Its columns, or the parts of each column, begin at `offset`, each at a granule boundary."""
+class PreallocatedPortion:
+    """Space of one put. Its columns, or the values of each put in a column, begin at
+    `offset`, each at a granule boundary."""
 
     space: PreallocatedSpace
     offset: int
 
-    def placements(self, columns: Sequence[EncodedColumn], parts: Sequence[int] = ()) -> list[Placement]:
-        """Return the placements of the columns, one after another. parts: the numbers of values of the parts of each
-        column; empty: each column is placed as a whole."""
+    def placements(self, columns: Sequence[EncodedColumn], put_sizes: Sequence[int] = ()) -> list[Placement]:
+        """Return the placements of the columns, one after another. put_sizes: how many values of each
+        column each put has; empty: each column is placed as a whole."""
         placements = []
         offset = self.offset
         for number, column in enumerate(columns):
-            for first, last in pairwise(accumulate(parts or [len(column.sizes)], initial=0)):
+            for first, last in pairwise(accumulate(put_sizes or [len(column.sizes)], initial=0)):
                 placements.append(Placement(column=number, first=first, last=last, unit=self.space.unit, offset=offset))
                 offset += granules_up(column.bytes_of(first, last))
         return placements
 
 
 class PreallocatedBuffer:
-    """The preallocated spaces of one session. Thread-safe. Every part is passed to `finish`. `returned` has the
+    """The preallocated spaces of one session. Thread-safe. Every portion is passed to `finish`. `returned` has the
     numbers of spaces to release; no put can still write to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: list[PreallocatedSpace] = []  # spaces that puts may take parts of
-        self._spaces: dict[int, PreallocatedSpace] = {}  # by call number: the open ones, and those with parts in use
+        self._open: list[PreallocatedSpace] = []  # spaces that puts may take portions of
+        self._spaces: dict[int, PreallocatedSpace] = {}  # by call number: the open ones, and those with portions in use
         self._requests = 0  # commands of `next_request` without a response
         self.returned: collections.deque[int] = collections.deque()
         self._last_put_at = self._rejected_at = -SOON_S  # times of the last small put, and of the last rejection
 
-    def take(self, nbytes: int) -> PreallocatedPart | None:
-        """Return the part for a put of `nbytes` (see `bytes_of`); it is in use until `finish`. None if no space has
+    def take(self, nbytes: int) -> PreallocatedPortion | None:
+        """Return the portion for a put of `nbytes` (see `bytes_of`); it is in use until `finish`. None if no space has
         enough left."""
         with self._lock:
             space = next((space for space in self._open if space.end - space.offset >= nbytes), None)
             if space is None:
                 return None
-            part = PreallocatedPart(space, space.offset)
+            portion = PreallocatedPortion(space, space.offset)
             self._last_put_at = self._clock()
             space.offset += nbytes
             space.touched = True
-            space.parts.add(part)
-            return part
+            space.portions.add(portion)
+            return portion
 
     def next_request(self, nbytes: int, unit: int | None) -> Preallocate | None:
         """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if the
@@ -129,13 +130,13 @@ class PreallocatedBuffer:
             self._spaces[number] = space
             self._open.append(space)
 
-    def finish(self, part: PreallocatedPart, *, failed: bool) -> None:
-        """End the use of a part: no thread writes to it, and its commit, if sent, was answered or abandoned. After
+    def finish(self, portion: PreallocatedPortion, *, failed: bool) -> None:
+        """End the use of a portion: no thread writes to it, and its commit, if sent, was answered or abandoned. After
         a failure its space is not used again. Idempotent."""
         with self._lock:
-            part.space.parts.discard(part)
-            if failed or part.space.given_up:
-                self._give_up(part.space)
+            portion.space.portions.discard(portion)
+            if failed or portion.space.given_up:
+                self._give_up(portion.space)
 
     def give_up_idle(self) -> None:
         """Give up spaces that were unused since the last heartbeat."""
@@ -146,7 +147,7 @@ class PreallocatedBuffer:
                 space.touched = False
 
     def give_up_all(self) -> None:
-        """Give up all spaces: the session closes, and no put takes a part."""
+        """Give up all spaces: the session closes, and no put takes a portion."""
         with self._lock:
             for space in tuple(self._spaces.values()):
                 self._give_up(space)
@@ -156,7 +157,7 @@ class PreallocatedBuffer:
         if space in self._open:
             self._open.remove(space)
         space.given_up = True
-        if not space.parts and space.number in self._spaces:
+        if not space.portions and space.number in self._spaces:
             self.returned.append(space.number)
             del self._spaces[space.number]
 

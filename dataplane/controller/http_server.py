@@ -189,9 +189,9 @@ def _why(request: HttpRequest, ask: Ask) -> c.Command:
     report = ask(c.Stats())
     assert isinstance(report, c.StatsReport)
     fields: tuple[str, ...] = ()
-    for part in report.partitions:
-        for known in part.tasks:
-            if (part.partition, known.task) == (partition, task):
+    for each in report.partitions:
+        for known in each.tasks:
+            if (each.partition, known.task) == (partition, task):
                 fields = known.fields
     return c.WhyBlocked(partition=partition, task=task, fields=fields)
 

@@ -41,6 +41,6 @@ def copy_ranges(  # type: ignore[no-untyped-def]
     start = (piece - tl.load(ends + low) + pieces) * PIECE - lead
     lanes = tl.arange(0, BLOCK)
     for first in range(0, PIECE, BLOCK):
-        places = start + first + lanes
-        inside = (places >= 0) & (places < count)
-        tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
+        indices = start + first + lanes
+        inside = (indices >= 0) & (indices < count)
+        tl.store(target + indices, tl.load(source + indices, mask=inside), mask=inside)

@@ -48,10 +48,10 @@ def plan(columns: Sequence[Ranges]) -> dict[int, Int64s]:
         bits = 8 | int(np.bitwise_or.reduce(sources | targets | sizes))
         by_word[bits & -bits].append((sources, targets, sizes))  # the lowest bit that is set
     tables = {}
-    for word_bytes, group in by_word.items():
-        table = np.empty((4, sum(len(sizes) for _, _, sizes in group)), np.int64)
+    for word_bytes, triples in by_word.items():
+        table = np.empty((4, sum(len(sizes) for _, _, sizes in triples)), np.int64)
         for row in range(3):
-            np.concatenate([ranges[row] for ranges in group], out=table[row])
+            np.concatenate([ranges[row] for ranges in triples], out=table[row])
         sources, _, sizes, ends = table
         np.cumsum((sources % _LINE_BYTES + sizes + _PIECE_BYTES - 1) // _PIECE_BYTES, out=ends)
         sizes //= word_bytes

@@ -78,10 +78,10 @@ def record_event(device: torch.device) -> Any:
     return event
 
 
-def group_device(group: Any) -> torch.device:
+def process_group_device(process_group: Any) -> torch.device:
     """Return the device for the buffers of a process group: this thread's current accelerator if the group has a
     backend for it that is not also its backend for the CPU (NCCL, HCCL, XCCL), otherwise the CPU."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
     device = torch.accelerator.current_accelerator()
     if device is None or backends.get(device.type) in (None, backends.get("cpu")):
         return CPU

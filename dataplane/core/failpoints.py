@@ -92,8 +92,8 @@ def failpoint(name: str) -> None:
 def general(name: str) -> str:
     """Return the entry of `NAMES` that stands for the failpoint `name`: "call.*.before" for "call.Commit.before", any
     other name itself."""
-    parts = name.split(".")
-    return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "call" else name
+    words = name.split(".")
+    return ".".join([words[0], "*", *words[2:]]) if words[0] == "call" else name
 
 
 def arm(name: str, action: Callable[[], None]) -> None:

@@ -57,7 +57,7 @@ def _limits_upwards(root: Path, path: str, read: Callable[[Path], AvailableMemor
     """Return the limits of the cgroups from `path` up to `root`: each cgroup limits all cgroups below it. A container
     may see only the upper ones. read: returns the limit of the cgroup in a folder, or None."""
     relative = PurePosixPath(path.lstrip("/"))
-    limits = [read(root / part) for part in (relative, *relative.parents)]
+    limits = [read(root / folder) for folder in (relative, *relative.parents)]
     return [limit for limit in limits if limit is not None]
 
 

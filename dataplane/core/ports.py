@@ -93,37 +93,37 @@ def _name_of(pid: int) -> str:
     return "already exited"
 
 
-Place = int | str | bytes
+Address = int | str | bytes
 """A TCP port, or the path or abstract name of a Unix socket."""
 
 
 @functools.cache
-def _places() -> set[Place]:
+def _registry() -> set[Address]:
     """Return the registry, a set that callers change. The first call registers the fork handler."""
-    places: set[Place] = set()
+    addresses: set[Address] = set()
 
     def in_child() -> None:
         """Runs in a forked child."""
-        if places:
-            _close_sockets_at(places)
-            places.clear()
+        if addresses:
+            _close_sockets_at(addresses)
+            addresses.clear()
 
     os.register_at_fork(after_in_child=in_child)
-    return places
+    return addresses
 
 
-def listens_at(places: Iterable[int | str]) -> None:
-    """Make forked children close the sockets bound to these places, given as ports or ZMQ endpoints."""
-    _places().update(map(place_of, places))
+def listens_at(addresses: Iterable[int | str]) -> None:
+    """Make forked children close the sockets bound to these addresses, given as ports or ZMQ endpoints."""
+    _registry().update(map(bound_address, addresses))
 
 
-def listens_no_more_at(places: Iterable[int | str]) -> None:
-    """Undo `listens_at`: forked children keep sockets that are bound to these places later."""
-    _places().difference_update(map(place_of, places))
+def listens_no_more_at(addresses: Iterable[int | str]) -> None:
+    """Undo `listens_at`: forked children keep sockets that are bound to these addresses later."""
+    _registry().difference_update(map(bound_address, addresses))
 
 
-def place_of(endpoint: int | str) -> Place:
-    """Return the place of a port, or of a ZMQ endpoint ("tcp://HOST:PORT", "ipc://PATH", "ipc://@ABSTRACT_NAME")."""
+def bound_address(endpoint: int | str) -> Address:
+    """Return the address of a port, or of a ZMQ endpoint ("tcp://HOST:PORT", "ipc://PATH", "ipc://@ABSTRACT_NAME")."""
     if isinstance(endpoint, int):
         return endpoint
     scheme, _, name = endpoint.partition("://")
@@ -148,22 +148,22 @@ def copied(descriptor: int) -> Iterator[socket.socket | None]:
         yield copy
 
 
-def bound_to(connection: socket.socket) -> Place | None:
-    """Return the place to which the socket is bound, or None if it is neither an internet nor a Unix socket."""
+def bound_to(connection: socket.socket) -> Address | None:
+    """Return the address to which the socket is bound, or None if it is neither an internet nor a Unix socket."""
     name = connection.getsockname()
     if isinstance(name, tuple):  # (address, port, ...) of an internet socket
         return int(name[1]) if connection.family in (socket.AF_INET, socket.AF_INET6) else None
     return name  # type: ignore[no-any-return]  # the path or abstract name of a Unix socket
 
 
-def _close_sockets_at(places: set[Place]) -> None:
-    """Close the sockets bound to these places. Their descriptor numbers are replaced by /dev/null, not freed, because
-    libraries in the child still refer to these numbers."""
+def _close_sockets_at(addresses: set[Address]) -> None:
+    """Close the sockets bound to these addresses. Their descriptor numbers are replaced by /dev/null, not freed,
+    because libraries in the child still refer to these numbers."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor was closed
             with copied(int(name)) as connection:
-                is_ours = connection is not None and bound_to(connection) in places
+                is_ours = connection is not None and bound_to(connection) in addresses
             if is_ours:
                 os.dup2(null, int(name), inheritable=False)
     os.close(null)

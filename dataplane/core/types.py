@@ -165,12 +165,12 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
         return False
 
     def __str__(self) -> str:
-        parts = [str(self.kind or "any kind")]
+        words = [str(self.kind or "any kind")]
         if self.dtype is not None and self.kind is not FieldKind.OBJECT:
-            parts.append(self.dtype)
+            words.append(self.dtype)
         if self.inner is not None:
-            parts.append(f"inner shape {list(self.inner)}")
-        return " ".join(parts)
+            words.append(f"inner shape {list(self.inner)}")
+        return " ".join(words)
 
 
 def field_spec(value: Any) -> FieldSpec:

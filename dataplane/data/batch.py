@@ -198,16 +198,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             sequence_packing_args=sequence_packing_args,
             dynamic_batching_args=dynamic_batching_args,
         )
-        parts = []
+        batches = []
         for shard in plan:
-            part = self.select_indices(shard.rows)
-            part.micro_batch_indices = shard.micro_batch_indices
-            part.micro_batch_lengths = shard.micro_batch_lengths
-            part.elem_counts_per_gb = shard.elem_counts_per_gb
-            parts.append(part)
+            batch = self.select_indices(shard.rows)
+            batch.micro_batch_indices = shard.micro_batch_indices
+            batch.micro_batch_lengths = shard.micro_batch_lengths
+            batch.elem_counts_per_gb = shard.elem_counts_per_gb
+            batches.append(batch)
         if sequence_packing_args is None and dynamic_batching_args is None:
-            return parts
-        return parts, [row for shard in plan for row in shard.rows.tolist()]
+            return batches
+        return batches, [row for shard in plan for row in shard.rows.tolist()]
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict[Any]]:
         """Iterate over micro-batches of `microbatch_size` rows, in order. Raises ValueError if N is not a multiple."""
@@ -453,9 +453,9 @@ def _map_tensors(column: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the column with `change` applied to its tensors; a jagged one itself if all stay."""
     if is_jagged(column):
         lengths = column.lengths()
-        parts = [column.values(), column.offsets()] + ([] if lengths is None else [lengths])
-        changed = [change(part) for part in parts]
-        if all(new is old for new, old in zip(changed, parts, strict=True)):
+        tensors = [column.values(), column.offsets()] + ([] if lengths is None else [lengths])
+        changed = [change(tensor) for tensor in tensors]
+        if all(new is old for new, old in zip(changed, tensors, strict=True)):
             return column
         return jagged_from_values(*changed[:2], lengths=None if lengths is None else changed[2])
     if isinstance(column, Tensor):

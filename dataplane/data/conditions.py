@@ -30,21 +30,21 @@ def conditions_of(where: Where) -> tuple[Condition, ...]:
         return (parse_condition(where),)
     if not isinstance(where, Iterable):
         raise InvalidRequestError(f"where={where!r}: expected text such as 'reward > 0.5', or a list of conditions")
-    return tuple(_check_condition(number, part) for number, part in enumerate(where))
+    return tuple(_check_condition(number, given) for number, given in enumerate(where))
 
 
-def _check_condition(number: int, part: object) -> Condition:
+def _check_condition(number: int, given: object) -> Condition:
     """Parse one condition of a list, or check it if it is a triple already. number: its position, for errors."""
-    if isinstance(part, str):
-        return parse_condition(part)
-    if not isinstance(part, Sequence) or len(part) != 3 or part[1] not in OPERATORS:
+    if isinstance(given, str):
+        return parse_condition(given)
+    if not isinstance(given, Sequence) or len(given) != 3 or given[1] not in OPERATORS:
         raise InvalidRequestError(
-            f"where[{number}]={part!r}: expected text such as 'reward > 0.5', or (tag, operator, value) with one of "
+            f"where[{number}]={given!r}: expected text such as 'reward > 0.5', or (tag, operator, value) with one of "
             f"the operators {', '.join(OPERATORS)}"
         )
-    tag, operator, value = part
+    tag, operator, value = given
     if operator == "in" and (isinstance(value, str) or not isinstance(value, Iterable)):
-        raise InvalidRequestError(f"where[{number}]={part!r}: `in` needs a list of values")
+        raise InvalidRequestError(f"where[{number}]={given!r}: `in` needs a list of values")
     return tag, operator, value
 
 

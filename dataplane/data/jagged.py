@@ -403,9 +403,9 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
 def _can_represent(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
     """Return whether `dtype` can represent `value`: exactly for integers and bool, else by its range (`_is_within`)."""
     if dtype.is_complex or dtype.is_floating_point:
-        parts = (value.real, value.imag) if dtype.is_complex else (value,)
+        components = (value.real, value.imag) if dtype.is_complex else (value,)
         # A part is complex only if `dtype` is real and `value` is not.
-        return all(not isinstance(part, complex) and _is_within(part, dtype) for part in parts)
+        return all(not isinstance(component, complex) and _is_within(component, dtype) for component in components)
     if isinstance(value, complex):
         return False
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -150,16 +150,16 @@ class KVBatchMeta:
         samples = f"{self.size} samples"
         if self.size:
             samples += f": {first_few(self.sample_ids)}"
-        parts = [repr(self.partition_id), samples]
+        words = [repr(self.partition_id), samples]
         if self.task_name is not None:
-            parts.append(f"task={self.task_name!r}")
+            words.append(f"task={self.task_name!r}")
         if self.fields is not None:
-            parts.append(f"fields={self.fields}")
+            words.append(f"fields={self.fields}")
         if self.sequence_lengths is not None:
-            parts.append(f"tokens={sum(self.sequence_lengths)}")
+            words.append(f"tokens={sum(self.sequence_lengths)}")
         if self.extra_info:
-            parts.append(f"extra_info={sorted(self.extra_info)}")
-        return f"KVBatchMeta({', '.join(parts)})"
+            words.append(f"extra_info={sorted(self.extra_info)}")
+        return f"KVBatchMeta({', '.join(words)})"
 
     # --- other samples ---
 
@@ -206,18 +206,18 @@ class KVBatchMeta:
         if len(partitions) != 1 or len(tasks) > 1:
             what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
             raise InvalidRequestError(f"cannot concatenate metas of {what}: all metas must have the same one")
-        parts = [meta for meta in given if meta.size] or given[:1]  # if all are empty, the first one
+        metas = [meta for meta in given if meta.size] or given[:1]  # if all are empty, the first one
         return _create(
             partition_id=partitions[0],
             task_name=tasks[0] if tasks else None,
-            sample_ids=[name for meta in parts for name in meta.sample_ids],
-            fields=_common_fields(parts),
-            sequence_lengths=_concatenate_lists([meta.sequence_lengths for meta in parts]),
-            extra_info=_common_info(parts),
-            tags=_concatenate_tags(parts),
-            _rows=_concatenate_arrays([meta._rows for meta in parts]),
-            _generations=_concatenate_arrays([meta._generations for meta in parts]),
-            _claims=_concatenate_arrays([meta._claims for meta in parts]),
+            sample_ids=[name for meta in metas for name in meta.sample_ids],
+            fields=_common_fields(metas),
+            sequence_lengths=_concatenate_lists([meta.sequence_lengths for meta in metas]),
+            extra_info=_common_info(metas),
+            tags=_concatenate_tags(metas),
+            _rows=_concatenate_arrays([meta._rows for meta in metas]),
+            _generations=_concatenate_arrays([meta._generations for meta in metas]),
+            _claims=_concatenate_arrays([meta._claims for meta in metas]),
         )
 
     # --- the same samples ---
@@ -381,10 +381,10 @@ def _check_indices(indices: Any, size: int) -> Int64s:
 def _concatenate_lists(lists: Sequence[list[int] | None]) -> list[int] | None:
     """Concatenate the lists. Return None if one of them is None."""
     joined: list[int] = []
-    for part in lists:
-        if part is None:
+    for each in lists:
+        if each is None:
             return None
-        joined += part
+        joined += each
     return joined
 
 

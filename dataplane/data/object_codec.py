@@ -163,7 +163,7 @@ def _to_msgpack(value: Any, depth: int) -> Any:
     # The last condition excludes subclasses of numpy's scalar types.
     if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS and np.dtype(value.dtype.str).type is kind:
         return Ext(_SCALAR, _encoder.encode((value.dtype.str, (), value.tobytes())))
-    image = _image_parts(value)
+    image = _image_fields(value)
     if image is None:
         raise _EncodeError(f"a value of type {type_name(value)}")
     return Ext(_IMAGE, _encoder.encode(image))
@@ -172,7 +172,7 @@ def _to_msgpack(value: Any, depth: int) -> Any:
 _CONTAINERS: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
-def _image_parts(value: Any) -> tuple[Any, ...] | None:
+def _image_fields(value: Any) -> tuple[Any, ...] | None:
     """Return mode, size, palette mode, palette, transparency and pixels of a PIL image; None for other values. Without
     an imported PIL, no value can be an image."""
     pil = sys.modules.get("PIL.Image")
@@ -188,11 +188,11 @@ def _image_parts(value: Any) -> tuple[Any, ...] | None:
     return value.mode, list(value.size), palette_mode, palette_bytes, transparency, value.tobytes()
 
 
-def _decode_image(parts: list[Any]) -> Any:
-    """Create the PIL image that `_image_parts` took apart."""
+def _decode_image(items: list[Any]) -> Any:
+    """Create the PIL image that `_image_fields` took apart."""
     from PIL import Image  # noqa: PLC0415  # PIL is optional
 
-    mode, size, palette_mode, palette, transparency, pixels = parts
+    mode, size, palette_mode, palette, transparency, pixels = items
     width, height = size
     image = Image.frombytes(mode, (width, height), pixels)
     if palette is not None:
@@ -275,7 +275,7 @@ def describe_tensor(tensor: Tensor) -> str:
 def _decode_extension(code: int, data: memoryview) -> Any:
     """Decode one msgpack extension; a pickle stays encoded. Raises ValueError if it is malformed."""
     if code in _CONSTRUCTORS:  # tuple, set, frozenset or image
-        return _CONSTRUCTORS[code](_decode_parts(data))
+        return _CONSTRUCTORS[code](_decode_array(data))
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
     if code == _ORDERED:
@@ -287,7 +287,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
         return Ext(code, bytes(data))
     if code not in (_ARRAY, _SCALAR, _TENSOR):
         raise ValueError(f"unknown extension {code}")
-    description, shape, raw = _decode_parts(data)
+    description, shape, raw = _decode_array(data)
     if code == _TENSOR:
         return _decode_tensor(description, _check_shape(shape), raw)
     dtype = _parse_dtype(description)
@@ -313,11 +313,11 @@ def _decode_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
-def _decode_parts(data: memoryview) -> list[Any]:
-    parts = _decoder.decode(data)
-    if type(parts) is not list:
-        raise ValueError("an extension does not contain an array of parts")
-    return parts
+def _decode_array(data: memoryview) -> list[Any]:
+    items = _decoder.decode(data)
+    if type(items) is not list:
+        raise ValueError("an extension does not contain an array")
+    return items
 
 
 def _check_shape(shape: object) -> tuple[int, ...]:

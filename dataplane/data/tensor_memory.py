@@ -126,11 +126,11 @@ def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndar
     return np.asarray(_Window(start, shape, typestr, array if owner is None else owner, strides))
 
 
-def tensor_at(place: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
-    """Create a CPU tensor over the memory at address `place`, which must be aligned to the element. The storage covers
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
+    """Create a CPU tensor over the memory at `address`, which must be aligned to the element. The storage covers
     exactly this memory and keeps `owner`, which owns the memory, alive. If the memory is read-only, writing to the
     tensor crashes the process."""
-    return _as_dtype(np.asarray(_Window(place, shape, _TYPE_STRINGS[dtype], owner)), dtype)
+    return _as_dtype(np.asarray(_Window(address, shape, _TYPE_STRINGS[dtype], owner)), dtype)
 
 
 def _as_dtype(carrier: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:

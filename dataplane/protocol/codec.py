@@ -76,8 +76,8 @@ def call_from_pb(method: Method, wire: Any) -> c.Call:
     """Return the call of a request. Raises `InvalidRequestError` if the request is malformed."""
     header = wire.header
     if min(header.session, header.number, header.watermark) < 0:
-        place = f"session {header.session}, call {header.number}, watermark {header.watermark}"
-        raise InvalidRequestError(f"{method.name}: {place}: these must not be negative")
+        numbers = f"session {header.session}, call {header.number}, watermark {header.watermark}"
+        raise InvalidRequestError(f"{method.name}: {numbers}: these must not be negative")
     return c.Call(
         session=header.session,
         number=header.number,

@@ -146,25 +146,25 @@ class ConversionPlan:
         """Return the keyword arguments that build the message of `value`. Fields that are None are left out."""
         keywords = {}
         for name, convert in self._to_pb:
-            part = getattr(value, name)
-            if part is not None:
-                keywords[name] = part if convert is None else convert(part)
+            entry = getattr(value, name)
+            if entry is not None:
+                keywords[name] = entry if convert is None else convert(entry)
         return keywords
 
     def from_pb(self, wire: Any) -> Any:
         """Return the value of a message. Raises `InvalidRequestError` if the message is malformed."""
-        parts = {}
+        keywords = {}
         for name, convert in self._present:
-            part = getattr(wire, name)
-            parts[name] = part if convert is None else convert(part)
+            entry = getattr(wire, name)
+            keywords[name] = entry if convert is None else convert(entry)
         for name, convert, default in self._optional:
             if wire.HasField(name):
-                parts[name] = convert(getattr(wire, name))
+                keywords[name] = convert(getattr(wire, name))
             elif default is msgspec.NODEFAULT:
                 raise InvalidRequestError(f"{self.value_type.__name__} lacks the field {name}")
             else:
-                parts[name] = default
-        return self.value_type(**parts)
+                keywords[name] = default
+        return self.value_type(**keywords)
 
 
 def _is_in_message(info: msgspec.structs.FieldInfo) -> bool:

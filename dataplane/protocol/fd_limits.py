@@ -33,10 +33,10 @@ def allow_more() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def share(part: int, most: int) -> int:
-    """Return 1/`part` of this process's limit of open files; at least 1, at most `most`."""
+def share(divisor: int, most: int) -> int:
+    """Return 1/`divisor` of this process's limit of open files; at least 1, at most `most`."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most if soft == resource.RLIM_INFINITY else min(most, max(1, soft // part))
+    return most if soft == resource.RLIM_INFINITY else min(most, max(1, soft // divisor))
 
 
 def require_enough() -> None:

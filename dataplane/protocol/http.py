@@ -373,9 +373,9 @@ class _Exchange(BaseHTTPRequestHandler):
     def _response(self) -> Response:
         """Return the response of the path's handler."""
         try:
-            parts = urlsplit(self.path)
+            url = urlsplit(self.path)
             pairs = parse_qsl(
-                parts.query,
+                url.query,
                 keep_blank_values=True,
                 max_num_fields=MAX_PARAMETERS,
                 errors="strict",
@@ -384,18 +384,18 @@ class _Exchange(BaseHTTPRequestHandler):
             return _error(HTTPStatus.BAD_REQUEST, f"malformed request URL: {error}")
         query = dict(pairs)
         if len(query) != len(pairs):
-            why = f"the query {parts.query[:80]!r} has a parameter twice"
+            why = f"the query {url.query[:80]!r} has a parameter twice"
             return _error(HTTPStatus.BAD_REQUEST, why)
-        handler = self.server.public.get(parts.path)
+        handler = self.server.public.get(url.path)
         if handler is None:
             host = self.headers.get("Host", "")
             refusal = self.server.refusal_of(host, self.headers.get("Authorization", ""))
             if refusal is not None:
                 return refusal
-            handler = self.server.handlers.get(parts.path)
+            handler = self.server.handlers.get(url.path)
         if handler is None:
-            return _error(HTTPStatus.NOT_FOUND, f"path {parts.path[:80]!r} does not exist")
-        request = HttpRequest(path=parts.path, query=query, accept=self.headers.get("Accept", ""))
+            return _error(HTTPStatus.NOT_FOUND, f"path {url.path[:80]!r} does not exist")
+        request = HttpRequest(path=url.path, query=query, accept=self.headers.get("Accept", ""))
         try:
             return handler(request)
         except DataPlaneError as error:

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from dataplane.core.limited_log import LimitedLog
-from dataplane.core.ports import bound_to, copied, place_of
+from dataplane.core.ports import bound_address, bound_to, copied
 from dataplane.core.zmq_io import readable, receive_event
 from dataplane.errors import TlsError
 from dataplane.protocol.fd_limits import share
@@ -167,7 +167,7 @@ class Handshakes:
     """The events that the monitor must report."""
 
     def __init__(self, endpoints: Iterable[str], frame_bytes: int) -> None:
-        self._places = frozenset(map(place_of, endpoints))
+        self._addresses = frozenset(map(bound_address, endpoints))
         self._most = share(8, HELD_BYTES // frame_bytes)  # an eighth of this process's open files
         # When open connections were accepted, by descriptor, and when handshakes succeeded, in the
         # last `HANDSHAKE_MS`, oldest first. ZMQ does not report which connection succeeded; the
@@ -193,7 +193,7 @@ class Handshakes:
         if len(self._accepted) - len(self._succeeded) > self._most:
             # The descriptor may have been closed, and reused for another file.
             with copied(descriptor) as copy, contextlib.suppress(OSError):
-                if copy is not None and bound_to(copy) in self._places:
+                if copy is not None and bound_to(copy) in self._addresses:
                     copy.shutdown(sockets.SHUT_RDWR)
 
     def take_events(self, monitor: zmq.Socket[Any]) -> None:

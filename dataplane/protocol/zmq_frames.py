@@ -2,7 +2,7 @@
 
 A request is the encoded form of an input (`ledger.encoding.messages`). A reply is a frame: msgpack of the number of its
 call, "ok" and the encoded result, or the name of an error and its facts. A message carries any number of replies, and
-up to `MAX_GROUP` requests.
+up to `MAX_JOINED` requests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 REQUEST_FRAME_BYTES = 256 << 10
 """A longer request is split into frames, because the service may hold one frame of a peer without a valid ticket."""
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
-GROUP = b""
+JOINED = b""
 """The first frame of a message with several requests."""
 SHOWN_BYTES = 16
 """Number of bytes of an invalid message that an error or a log line shows."""
 TLS = "it looks like a TLS handshake, but this port serves clients of this project over ZMQ"
 """Description of a message for which `is_tls` is true."""
 _TLS_PEER_BYTES = 0x16 - 1
-MAX_GROUP = 32
+MAX_JOINED = 32
 """Maximum number of requests in a message. Their replies are sent together, so the first waits for the last."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw]).decode
@@ -53,32 +53,32 @@ def request(item: c.Input) -> list[bytes]:
     return [body[start : start + REQUEST_FRAME_BYTES] for start in range(0, len(body), REQUEST_FRAME_BYTES)]
 
 
-def grouped(requests: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
-    """Yield the messages for these requests (see `request`), in their order: up to `MAX_GROUP` consecutive requests
-    share a message (GROUP, request, request, ...); a request of several frames has its own."""
-    group: list[bytes] = []
+def joined(requests: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+    """Yield the messages for these requests (see `request`), in their order: up to `MAX_JOINED` consecutive requests
+    share a message (JOINED, request, request, ...); a request of several frames has its own."""
+    requests_so_far: list[bytes] = []
     for each in requests:
-        if group and (len(each) > 1 or len(group) == MAX_GROUP):
-            yield _joined(group)
-            group = []
+        if requests_so_far and (len(each) > 1 or len(requests_so_far) == MAX_JOINED):
+            yield _message(requests_so_far)
+            requests_so_far = []
         if len(each) > 1:
             yield each
         else:
-            group += each
-    if group:
-        yield _joined(group)
+            requests_so_far += each
+    if requests_so_far:
+        yield _message(requests_so_far)
 
 
-def _joined(group: list[bytes]) -> list[bytes]:
-    return group if len(group) == 1 else [GROUP, *group]
+def _message(requests_so_far: list[bytes]) -> list[bytes]:
+    return requests_so_far if len(requests_so_far) == 1 else [JOINED, *requests_so_far]
 
 
 def split_requests(frames: Sequence[bytes]) -> list[bytes]:
     """Return the requests in a message. Raises `InvalidRequestError` if it is malformed."""
-    if not frames or frames[0] != GROUP:
+    if not frames or frames[0] != JOINED:
         return [frames[0] if len(frames) == 1 else b"".join(frames)]
-    if len(frames) - 1 > MAX_GROUP:
-        raise InvalidRequestError(f"a message has at most {MAX_GROUP} requests, got {len(frames) - 1}")
+    if len(frames) - 1 > MAX_JOINED:
+        raise InvalidRequestError(f"a message has at most {MAX_JOINED} requests, got {len(frames) - 1}")
     return list(frames[1:])
 
 

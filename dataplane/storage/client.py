@@ -363,7 +363,7 @@ class UnitConnection:
             return  # a reply to a Settle, or a payload that is requested again
         try:
             position = 0
-            for number, first, last in request.places:
+            for number, first, last in request.targets:
                 buffers[number][first:last] = arrived.data[position : position + last - first]
                 position += last - first
         finally:

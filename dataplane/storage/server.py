@@ -625,9 +625,9 @@ class ArenaAccess:
             return
         position = 0
         for offset, size in zip(offsets, sizes, strict=True):
-            part = target[position : position + size]
+            run = target[position : position + size]
             if inner is None:
-                part[...] = arena[offset : offset + size]
+                run[...] = arena[offset : offset + size]
             else:
-                inner.copy(arena, offset, size // inner.nbytes, part)
+                inner.copy(arena, offset, size // inner.nbytes, run)
             position += size

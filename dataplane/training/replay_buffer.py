@@ -32,13 +32,13 @@ COMMITTED = (WEIGHT_VERSION, ">=", 0)
 class Reservation:
     """Permission to produce `sample_ids`, started with weights of `version`. As a context manager, it rolls itself
     back unless it was committed. `number` identifies it. `aborted`: the policy will not accept the samples; stop when
-    convenient. `places`: positions of the samples in the order of their starts (see `StalenessPolicy.target`).
+    convenient. `positions`: positions of the samples in the order of their starts (see `StalenessPolicy.target`).
     `storing`: `commit` is in progress. `watchers`: the callbacks of `when_aborted`."""
 
     number: int
     sample_ids: list[str]
     version: int
-    places: list[int]
+    positions: list[int]
     buffer: ReplayBuffer = field(repr=False)
     aborted: bool = False
     storing: bool = False
@@ -90,8 +90,8 @@ class ReplayBuffer:
         self._group_size = group_size
         self._changed = threading.Condition()
         self._version = self._consumed = self._stored = 0  # see `Flow`
-        self._next = self._next_place = 0  # number of the next sample id, and the next position (see `Reservation`)
-        self._free_places: list[int] = []  # a heap: positions of rolled-back samples
+        self._next = self._next_position = 0  # number of the next sample id, and the next position (see `Reservation`)
+        self._free_positions: list[int] = []  # a heap: positions of rolled-back samples
         self._running: dict[int, Reservation] = {}  # by `Reservation.number`, until the commit or rollback
 
     @property
@@ -135,15 +135,15 @@ class ReplayBuffer:
         holds the lock."""
         names = [f"{self._partition}-{number}" for number in range(self._next, self._next + count)]
         self._next += count
-        places = [heapq.heappop(self._free_places) for _ in range(min(count, len(self._free_places)))]
-        new_places = count - len(places)
-        places += range(self._next_place, self._next_place + new_places)
-        self._next_place += new_places
+        positions = [heapq.heappop(self._free_positions) for _ in range(min(count, len(self._free_positions)))]
+        new_positions = count - len(positions)
+        positions += range(self._next_position, self._next_position + new_positions)
+        self._next_position += new_positions
         reservation = Reservation(
             number=self._next,  # unique, because every reservation increases it
             sample_ids=names,
             version=self._version,
-            places=places,
+            positions=positions,
             buffer=self,
         )
         self._running[reservation.number] = reservation
@@ -229,9 +229,9 @@ class ReplayBuffer:
                 f"got {len(given)} mappings of tags for {len(reservation.sample_ids)} samples; pass one per sample"
             )
         completed = []
-        for row, (sample_tags, place) in enumerate(zip(given, reservation.places, strict=True)):
+        for row, (sample_tags, position) in enumerate(zip(given, reservation.positions, strict=True)):
             all_tags = {**sample_tags, WEIGHT_VERSION: reservation.version, FINISHED_AT: now}
-            target = self.policy.target(place)
+            target = self.policy.target(position)
             if target is not None:
                 all_tags[TARGET_STEP] = target
             if self._group_size is not None:
@@ -247,8 +247,8 @@ class ReplayBuffer:
             if reservation.committed or reservation.storing:
                 return
             if self._running.pop(reservation.number, None) is not None:  # None: it was rolled back before
-                for place in reservation.places:
-                    heapq.heappush(self._free_places, place)
+                for position in reservation.positions:
+                    heapq.heappush(self._free_positions, position)
                 self._changed.notify_all()
         self._client.clear_samples(reservation.sample_ids, self._partition)
 
@@ -267,21 +267,21 @@ class ReplayBuffer:
         `timeout_s` (None: never), raise TimeoutError naming what is missing, and take nothing."""
         deadline = time.monotonic() + as_timeout("timeout_s", timeout_s)
         conditions = self.policy.claims(self._version)  # in order of preference; one claim for each
-        parts: list[KVBatchMeta] = []
+        metas: list[KVBatchMeta] = []
         missing = self.policy.batch_size
         try:
             for number, where in enumerate(conditions, 1):
                 is_last = number == len(conditions)  # only the last claim waits
                 limit_s = max(deadline - time.monotonic(), 0.0) if is_last else 0.0
                 if missing:  # otherwise skip the less preferred conditions
-                    parts.append(self._claim(where, missing, blocking=is_last, timeout_s=limit_s))
-                    missing -= parts[-1].size
+                    metas.append(self._claim(where, missing, blocking=is_last, timeout_s=limit_s))
+                    missing -= metas[-1].size
         except BaseException:  # release the samples of the earlier claims
-            for part in parts:
-                if part.size:
-                    self._client.nack(part)
+            for meta in metas:
+                if meta.size:
+                    self._client.nack(meta)
             raise
-        taken = KVBatchMeta.concat(parts)
+        taken = KVBatchMeta.concat(metas)
         with self._changed:
             self._stored -= taken.size
             self._consumed += taken.size
@@ -354,14 +354,14 @@ class ReplayBuffer:
         included; it must be started again after loading."""
         with self._changed:
             # Running work starts again after loading, at the same positions: they are saved as free.
-            running = [place for reservation in self._running.values() for place in reservation.places]
+            running = [position for reservation in self._running.values() for position in reservation.positions]
             return {
                 "version": self._version,
                 "consumed": self._consumed,
                 "stored": self._stored,
                 "next": self._next,
-                "next_place": self._next_place,
-                "free_places": sorted([*self._free_places, *running]),
+                "next_position": self._next_position,
+                "free_positions": sorted([*self._free_positions, *running]),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -372,8 +372,8 @@ class ReplayBuffer:
                     f"{len(self._running)} reservations are not committed yet; roll them back before load_state_dict"
                 )
             self._version, self._consumed, self._stored = state["version"], state["consumed"], state["stored"]
-            self._next, self._next_place = state["next"], state["next_place"]
-            self._free_places = list(state["free_places"])
-            heapq.heapify(self._free_places)
+            self._next, self._next_position = state["next"], state["next_position"]
+            self._free_positions = list(state["free_positions"])
+            heapq.heapify(self._free_positions)
             self._changed.notify_all()
         self._client.set_version(self._partition, state["version"])

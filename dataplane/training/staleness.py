@@ -65,10 +65,10 @@ class StalenessPolicy(abc.ABC):
         window, and the policy evicts such samples."""
         return self.evicts(version) is not None and begun_at < version - self.window
 
-    def target(self, place: int) -> int | None:
-        """Return the step of the sample that was started at position `place` (not counting rolled-back samples);
+    def target(self, position: int) -> int | None:
+        """Return the step of the sample that was started at position `position` (not counting rolled-back samples);
         None for any step."""
-        del place
+        del position
         return None
 
 
@@ -117,5 +117,5 @@ class InOrder(StalenessPolicy):
     def evicts(self, version: int) -> Where | None:
         return None
 
-    def target(self, place: int) -> int | None:
-        return place // self.batch_size
+    def target(self, position: int) -> int | None:
+        return position // self.batch_size

@@ -26,7 +26,7 @@ from dataplane import (
     serve,
 )
 from dataplane.client.operations import joined_puts, put
-from dataplane.client.operations.joined_puts import groups_of
+from dataplane.client.operations.joined_puts import joined_positions
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.data.columns.values import ListValues
 from dataplane.ledger import commands as c
@@ -221,12 +221,16 @@ def test_groups_have_at_most_their_bytes_and_puts() -> None:
         commit = c.Commit(partition="p", samples=c.Samples(ids=(name,)), mode=c.Mode.UPSERT)
         return joined_puts.SmallPut(commit, [name], [], nbytes, key)
 
-    half = joined_puts.GROUP_BYTES // 2
-    assert groups_of([]) == []
-    assert groups_of([small("a", half), small("b", half), small("c", 1), small("d", 1, "other")]) == [[0, 1], [2], [3]]
-    assert groups_of([small("a", 1), small("a", 1), small("b", 1)]) == [[0], [1, 2]]
-    many = [small(str(i), 0) for i in range(joined_puts.GROUP_PUTS + 1)]
-    assert [len(group) for group in groups_of(many)] == [joined_puts.GROUP_PUTS, 1]
+    half = joined_puts.JOINED_BYTES // 2
+    assert joined_positions([]) == []
+    assert joined_positions([small("a", half), small("b", half), small("c", 1), small("d", 1, "other")]) == [
+        [0, 1],
+        [2],
+        [3],
+    ]
+    assert joined_positions([small("a", 1), small("a", 1), small("b", 1)]) == [[0], [1, 2]]
+    many = [small(str(i), 0) for i in range(joined_puts.JOINED_PUTS + 1)]
+    assert [len(group) for group in joined_positions(many)] == [joined_puts.JOINED_PUTS, 1]
 
 
 def test_a_cancelled_put_does_not_disturb_the_others(server: Server, client: DataPlaneClient) -> None:

@@ -322,7 +322,7 @@ def test_a_history_in_shared_messages_has_the_outcome_of_one_in_single_messages(
         most = chance.randrange(1, 80)
         while left and isinstance(left[0], c.Call) and left[0].session == first.session and len(calls) < most:
             calls.append(left.pop(0))
-        link.serve(shell, first.session, list(zmq_frames.grouped(zmq_frames.request(call) for call in calls)))
+        link.serve(shell, first.session, list(zmq_frames.joined(zmq_frames.request(call) for call in calls)))
     assert fingerprint(together) == fingerprint(alone)
     assert expected
     for session, replies in expected.items():
@@ -342,7 +342,7 @@ def test_a_malformed_request_spoils_no_other_of_its_message(link: Link) -> None:
     shell = LedgerThread(ledger, link.server, link.facts)
     mistaken = c.Seal(partition=5)  # type: ignore[arg-type]
     call = zmq_frames.request(c.Call(session=3, number=7, watermark=1, command=mistaken))
-    (message,) = zmq_frames.grouped([*seals(1), call, *seals(2)])
+    (message,) = zmq_frames.joined([*seals(1), call, *seals(2)])
     link.serve(shell, 3, [message])
     (replies,) = link.replies(3, 3)
     assert [reply.number for reply in replies] == [1, 7, 2]

@@ -21,7 +21,7 @@ import zmq
 
 from dataplane import DataPlaneConfig, PortTakenError, connect, serve
 from dataplane.cli import main
-from dataplane.client.checkpoint.save import Place
+from dataplane.client.checkpoint.save import StagedCheckpoint
 from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.controller.durable_ledger import DurableLedger, LedgerSettings
@@ -132,7 +132,7 @@ def test_a_state_directory_or_checkpoint_that_another_user_leads_elsewhere_is_re
     with pytest.raises(PermissionError, match="is a symbolic link of another user"):
         UnitRecord(link, "unit", tmp_path, tmp_path).open(refuse_to_make, epoch=1)
     with pytest.raises(CheckpointWriteError, match="is a symbolic link of another user"):
-        Place(link).prepare()
+        StagedCheckpoint(link).prepare()
     assert not list(mine.iterdir())
 
 

@@ -65,7 +65,7 @@ def directory_seeds() -> list[bytes]:
     requests = [
         directory.OpenDirectory(directory.Process(host="h", pid=1, started=2)),
         directory.RegisterProcess(
-            number=1, kind=directory.Kind.GROUP, name="g", endpoints=(), facts={"n": 1.5}, owned=True
+            number=1, kind=directory.Kind.WORKER_GROUP, name="g", endpoints=(), facts={"n": 1.5}, owned=True
         ),
         directory.Lookup(number=2, kind=directory.Kind.CHANNEL, name="c", wait_s=1.0),
     ]

@@ -53,7 +53,7 @@ def test_processes_on_one_gpu_copy_from_its_memory() -> None:
             assert torch.equal(a.recv(B)["x"].cpu(), torch.arange(BIG) + number)
         a.broadcast(_on(0), [A, B])
         assert peer.hear() == "done"
-        assert not a._io_thread._groups._groups
+        assert not a._io_thread._collectives._collectives
     workers.close()
 
 
@@ -65,7 +65,7 @@ def test_workers_of_one_process_use_host_memory() -> None:
         got = b.recv(A)
         assert got["x"].device.type == _device(0).type
         assert torch.equal(got["x"].cpu(), torch.arange(BIG))
-    assert not a._io_thread._groups._groups
+    assert not a._io_thread._collectives._collectives
     workers.close()
 
 
@@ -97,5 +97,5 @@ def test_two_accelerators_exchange_tensors_by_collectives() -> None:
         assert peer.hear() == BIG
         for _ in range(2):
             a.broadcast(_on(0), [A, B])
-        assert len(a._io_thread._groups._groups) >= 2
+        assert len(a._io_thread._collectives._collectives) >= 2
     workers.close()

@@ -14,7 +14,7 @@ from dataplane import DataPlaneClient, connect, materialize, serve
 from dataplane.core import cuda_copy
 from workers.training.replica_group import (
     NO_DIGEST,
-    FetchedPart,
+    RankFetch,
     ReplicaGroup,
     pack_columns,
     unpack_columns,
@@ -61,7 +61,7 @@ def test_a_fetch_over_nccl_equals_a_read(
         "pad_value_dict": {"tokens": 7, "experts": 255},
         "pad_to_seqlen": 1024 if layout == "padded" else 0,
     }
-    part = FetchedPart(
+    part = RankFetch(
         leads=lambda: True,
         digest=lambda: NO_DIGEST,
         read=lambda: client.get_batch(meta, layout="jagged", device=group.gpu),

@@ -21,7 +21,7 @@ from tests.ledger.model import Model
 # --- What claims must be answered, and which of the four each sample is for each task.
 
 
-LIMITS = Limits(preallocated_part=4, steps=3)
+LIMITS = Limits(preallocated_divisor=4, steps=3)
 
 
 @dataclass
@@ -368,6 +368,6 @@ class ReservationChecks(SpaceChecks):
             if isinstance(waiting, Allocate) and (waiting.moving or not self.budgets.is_over(self.ledger, waiting)):
                 assert self.may_be_fragmented(waiting), f"{name} was served before {waiting}"
         unit = self.units[command.unit]
-        assert command.nbytes * LIMITS.preallocated_part <= unit.capacity
+        assert command.nbytes * LIMITS.preallocated_divisor <= unit.capacity
         used = sum(size for at, _, size in self.ledger.held_ranges() if at == unit.id)
         assert used <= unit.capacity / 2

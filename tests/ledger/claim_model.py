@@ -318,10 +318,10 @@ def holds(predicate: Predicate, sample: Sample) -> bool:
         return False
 
 
-def fields_of_parts(samples: list[Sample], parts: tuple[int, ...]) -> list[set[str]]:
-    """The fields that all samples of each part have; none of an empty part."""
+def fields_of_puts(samples: list[Sample], put_sizes: tuple[int, ...]) -> list[set[str]]:
+    """The fields that all samples of each put have; none of an empty put."""
     fields, end = [], 0
-    for count in parts:
+    for count in put_sizes:
         begin, end = end, end + count
         fields.append(set.intersection(*(sample.fields for sample in samples[begin:end])) if count else set())
     return fields

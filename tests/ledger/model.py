@@ -44,8 +44,8 @@ from dataplane.ledger.commands import (
     TagColumn,
     WhyBlocked,
 )
-from tests.ledger.claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, fields_of_parts, matches
-from tests.ledger.values import parts_of, placement_ranges, value_places
+from tests.ledger.claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, fields_of_puts, matches
+from tests.ledger.values import placement_ranges, sizes_of_puts, value_places
 
 
 class Model(ClaimModel):
@@ -183,8 +183,8 @@ class Model(ClaimModel):
             return {"InvalidRequestError"}
         if command.offset is None:
             return set() if self.reserved_in[reservation] == partition.incarnation else {"PartitionDroppedError"}
-        parts = [part for column in command.columns for part in parts_of(sizes_of(column), command.parts)]
-        start, total = command.offset, sum(granules_of(sum(part)) for part in parts)
+        puts = [put for column in command.columns for put in sizes_of_puts(sizes_of(column), command.put_sizes)]
+        start, total = command.offset, sum(granules_of(sum(put)) for put in puts)
         fits = any(at <= start and start + total <= at + nbytes for _, at, nbytes in self.reserved[reservation])
         return set() if not start % GRANULE_BYTES and (fits or not total) else {"InvalidRequestError"}
 
@@ -278,23 +278,24 @@ class Model(ClaimModel):
             self.switch(samples, (name[0], command.reservation), command.columns)
         merge_tags(samples, command.tags)
         if command.listed:
-            self.check_contents(samples, result, command.parts)
+            self.check_contents(samples, result, command.put_sizes)
         else:
-            assert (result.fields, result.tags, result.part_fields) == ((), (), ())
+            assert (result.fields, result.tags, result.put_fields) == ((), (), ())
 
     def cut_preallocated(self, name: Name, command: Commit) -> None:
-        """The commit's columns, or their parts, follow each other from its offset, no longer in preallocated space."""
+        """The commit's columns, or the values of each put in them, follow each other from its offset,
+        no longer in preallocated space."""
         assert command.reservation is not None
         assert command.offset is not None
         space = (name[0], command.reservation)
         unit, at, placements = self.reserved[space][0][0] if self.reserved[space] else 0, command.offset, []
         for number, column in enumerate(command.columns):
             last = 0
-            for part in parts_of(sizes_of(column), command.parts):
-                first, last = last, last + len(part)
-                if part:
+            for put in sizes_of_puts(sizes_of(column), command.put_sizes):
+                first, last = last, last + len(put)
+                if put:
                     placements.append(Placement(column=number, first=first, last=last, unit=unit, offset=at))
-                at += granules_of(sum(part))
+                at += granules_of(sum(put))
         self.granted[name] = Allocated(placements=tuple(placements))
         left = []
         for _, start, nbytes in self.reserved[space]:
@@ -402,13 +403,13 @@ class Model(ClaimModel):
         self.check_contents(samples, result)
 
     def check_contents(
-        self, samples: list[Sample], result: Claimed | Listed | Committed, parts: tuple[int, ...] = ()
+        self, samples: list[Sample], result: Claimed | Listed | Committed, put_sizes: tuple[int, ...] = ()
     ) -> None:
-        if parts:
+        if put_sizes:
             assert isinstance(result, Committed)
-            assert [set(part.names) for part in result.part_fields] == fields_of_parts(samples, parts)
+            assert [set(each.names) for each in result.put_fields] == fields_of_puts(samples, put_sizes)
         elif samples:
-            assert [set(result.fields)] == fields_of_parts(samples, (len(samples),))
+            assert [set(result.fields)] == fields_of_puts(samples, (len(samples),))
         tags: list[dict[str, Scalar]] = [{} for _ in samples]
         for column in result.tags:
             positions = range(len(samples)) if column.positions is None else column.positions.tolist()

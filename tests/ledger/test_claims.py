@@ -449,10 +449,10 @@ def test_whole_groups_as_a_loop_would_pick_them(names: list[int], size: int, wan
             members.setdefault(group, []).append(place)
     whole = [places[:size] for places in members.values() if len(places) >= size][:wanted]
     picked = whole_groups(int64s(groups), size, wanted)
-    assert picked.places.tolist() == [place for places in whole for place in places]
+    assert picked.positions.tolist() == [position for positions in whole for position in positions]
     assert picked.units.tolist() == [unit for unit, places in enumerate(whole) for _ in places]
     assert picked.amount == len(whole)
-    assert picked.first(1).places.tolist() == (whole[0] if whole else [])
+    assert picked.first(1).positions.tolist() == (whole[0] if whole else [])
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)

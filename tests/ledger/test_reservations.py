@@ -392,7 +392,7 @@ def test_parts_may_be_taken_in_any_order_and_what_is_left_goes_back_whole(driver
     assert driver.ledger.free_ranges(1) == [(0, MIB)]
 
 
-def test_parts_have_extents_of_their_own(client: Client) -> None:
+def test_joined_puts_have_extents_of_their_own(client: Client) -> None:
     """As if each had its own commit: clearing the samples of one part frees its bytes."""
     reservation, start = allocate(client)
     names, columns = ("a", "b", "c"), commit_columns({"x": [10, 20, 30], "y": [0, 70, 1]})
@@ -403,7 +403,7 @@ def test_parts_have_extents_of_their_own(client: Client) -> None:
         reservation=reservation,
         offset=start,
         columns=columns,
-        parts=(1, 0, 2),
+        put_sizes=(1, 0, 2),
     )
     client.call(c.Committed, together)
     assert [places(client, name)[0] - start for name in names] == [0, 64, 84]
@@ -416,12 +416,16 @@ def test_parts_have_extents_of_their_own(client: Client) -> None:
     assert client.used() == 0
 
 
-@pytest.mark.parametrize(("parts", "index"), [((1, 1), [0, 0]), ((2, 1), None), ((1,), None), ((3, -1), None)], ids=str)
-def test_parts_have_one_value_per_sample(client: Client, parts: tuple[int, ...], index: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("put_sizes", "index"), [((1, 1), [0, 0]), ((2, 1), None), ((1,), None), ((3, -1), None)], ids=str
+)
+def test_joined_puts_have_one_value_per_sample(
+    client: Client, put_sizes: tuple[int, ...], index: list[int] | None
+) -> None:
     reservation, start = allocate(client)
     columns = commit_columns({"x": [10, 20]}, index=index)
-    with pytest.raises(InvalidRequestError, match="parts"):
-        client.raise_(commit(reservation, start, "a", columns=columns, samples=by_ids("a", "b"), parts=parts))
+    with pytest.raises(InvalidRequestError, match="puts"):
+        client.raise_(commit(reservation, start, "a", columns=columns, samples=by_ids("a", "b"), put_sizes=put_sizes))
     client.call(c.Committed, commit(reservation, start, "a"))
 
 
@@ -497,7 +501,7 @@ def test_space_of_an_impossible_size_is_refused(client: Client, nbytes: int) -> 
 
 
 def test_a_large_part_is_refused_and_so_is_any_once_half_is_used() -> None:
-    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_part=8), reserve_fraction=0.2)
+    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_divisor=8), reserve_fraction=0.2)
     client = driver.client(attach=[1])
     client.register(fields=["x"])
     with pytest.raises(CapacityTimeoutError):
@@ -532,7 +536,7 @@ def test_a_put_that_waits_for_its_budget_keeps_nobody_from_preallocated_space(cl
 
 
 def test_a_put_that_waits_for_a_larger_piece_keeps_others_from_the_bytes_it_wants_only() -> None:
-    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_part=8), reserve_fraction=0.0)
+    driver = Driver(capacity=100 * 64, limits=Limits(preallocated_divisor=8), reserve_fraction=0.0)
     client = driver.client(attach=[1])
     client.register(fields=["x"])
     for i in range(10):

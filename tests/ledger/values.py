@@ -64,10 +64,10 @@ def value_places(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[l
     return whole
 
 
-def parts_of(sizes: Sequence[int], parts: Sequence[int]) -> list[Sequence[int]]:
-    """The sizes of the values of each part of a column; all of them without parts."""
-    ends = list(accumulate(parts or [len(sizes)]))
-    return [sizes[end - count : end] for count, end in zip(parts or [len(sizes)], ends, strict=True)]
+def sizes_of_puts(sizes: Sequence[int], put_sizes: Sequence[int]) -> list[Sequence[int]]:
+    """The sizes of the values of each put in a column; all of them without `put_sizes`."""
+    ends = list(accumulate(put_sizes or [len(sizes)]))
+    return [sizes[end - count : end] for count, end in zip(put_sizes or [len(sizes)], ends, strict=True)]
 
 
 def placement_ranges(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[tuple[int, int, int]]:

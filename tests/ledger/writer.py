@@ -47,7 +47,7 @@ TASKS = ("score", "train")
 TAGS = ("group", "score", "input_lengths", "weight_version")
 
 
-def draw_parts(data: st.DataObject, count: int) -> tuple[int, ...]:
+def draw_put_sizes(data: st.DataObject, count: int) -> tuple[int, ...]:
     """The numbers of samples of puts that a client stores together; mostly none: one put."""
     first = data.draw(st.sampled_from([None, None, 0, 1, count]))
     return () if first is None or first > count else (first, count - first)
@@ -111,7 +111,7 @@ class LedgerWriter(LedgerDriver):
             columns=columns,
             tags=tags,
             listed=data.draw(st.booleans()),
-            parts=draw_parts(data, len(samples)),
+            put_sizes=draw_put_sizes(data, len(samples)),
         )
         self.plans[client.id, number] = commit
         if (client.id, number) not in self.model.reserved or fate == "later":
@@ -150,7 +150,9 @@ class LedgerWriter(LedgerDriver):
                 columns=columns,
                 tags=tags,
                 listed=data.draw(st.booleans()),
-                parts=() if any(column.index is not None for column in columns) else draw_parts(data, len(samples)),
+                put_sizes=()
+                if any(column.index is not None for column in columns)
+                else draw_put_sizes(data, len(samples)),
             ),
         )
 

@@ -30,7 +30,7 @@ from dataplane.protocol.grpc_status import DETAILS_KEY, from_status, to_status
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import Secret, Ticket
 from dataplane.protocol.unit_stream import order_from_pb, order_to_pb, report_from_pb, report_to_pb
-from dataplane.protocol.zmq_frames import MAX_GROUP
+from dataplane.protocol.zmq_frames import MAX_JOINED
 from tests.profiles import budget
 from tests.protocol.values import grpc_request, of_type, plain
 
@@ -270,21 +270,21 @@ def test_an_actors_address_needs_workers(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve("actor:tq")
 
 
-@given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.booleans()), max_size=3 * MAX_GROUP + 2))
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.booleans()), max_size=3 * MAX_JOINED + 2))
 def test_requests_keep_their_order_in_shared_messages(sent: list[tuple[bytes, bool]]) -> None:
     frames = [[body, *([b"rest"] if long else [])] for body, long in sent]
-    grouped = list(zmq_frames.grouped(frames))
+    grouped = list(zmq_frames.joined(frames))
     split = [zmq_frames.split_requests(message) for message in grouped]
     assert [each for message in split for each in message] == [body + b"rest" * long for body, long in sent]
-    assert all(len(message) <= MAX_GROUP for message in split)
+    assert all(len(message) <= MAX_JOINED for message in split)
     # Every message but the last is full, or one of its neighbours has several frames of one request.
     for first, second in itertools.pairwise(grouped):
-        assert len(first) in (2, 1 + MAX_GROUP) or len(second) == 2
+        assert len(first) in (2, 1 + MAX_JOINED) or len(second) == 2
 
 
 def test_a_message_has_a_limited_number_of_requests() -> None:
     with pytest.raises(InvalidRequestError, match="at most 32 requests, got 33"):
-        zmq_frames.split_requests([zmq_frames.GROUP, *[b"x"] * (MAX_GROUP + 1)])
+        zmq_frames.split_requests([zmq_frames.JOINED, *[b"x"] * (MAX_JOINED + 1)])
 
 
 def test_a_message_of_several_replies() -> None:

@@ -30,7 +30,7 @@ def cluster(ray_cluster: None) -> Iterator[Cluster]:
 
 def names(cluster: Cluster) -> set[str]:
     """What the directory has, but for channels' brokers."""
-    return {entry.name for kind in (Kind.GROUP, Kind.WORKER) for entry in cluster.directory.listing(kind)}
+    return {entry.name for kind in (Kind.WORKER_GROUP, Kind.WORKER) for entry in cluster.directory.listing(kind)}
 
 
 def our_threads() -> list[str]:

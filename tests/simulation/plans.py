@@ -282,7 +282,7 @@ def schedules() -> st.SearchStrategy[bytes]:
 
 def new_ledger() -> Ledger:
     """One that grants preallocated space in these small arenas too."""
-    return Ledger(1, limits=Limits(preallocated_part=2))
+    return Ledger(1, limits=Limits(preallocated_divisor=2))
 
 
 def simulate(plan: Plan, decisions: bytes) -> World:

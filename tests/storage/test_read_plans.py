@@ -62,7 +62,7 @@ def test_the_requests_of_a_plan_bring_the_part_of_every_element(
     for request in plan.requests:
         assert 0 < request.nbytes <= 24
         assert len(request.offsets) <= 3
-        assert request.places == [(0, filled, filled + request.nbytes)]
+        assert request.targets == [(0, filled, filled + request.nbytes)]
         buffer[filled : filled + request.nbytes] = read(access, request)
         filled += request.nbytes
     assert filled == nbytes

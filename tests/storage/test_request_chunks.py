@@ -87,8 +87,8 @@ def fetched(plan, arena):
     buffers = [np.zeros(nbytes, np.uint8) for nbytes in plan.buffers]
     for request in plan.requests:
         payload = np.concatenate([arena[o : o + s] for o, s in zip(request.offsets, request.sizes, strict=True)])
-        assert len(payload) == request.nbytes == sum(last - first for _, first, last in request.places)
-        for number, first, last in request.places:
+        assert len(payload) == request.nbytes == sum(last - first for _, first, last in request.targets)
+        for number, first, last in request.targets:
             buffers[number][first:last], payload = payload[: last - first], payload[last - first :]
     return buffers
 
@@ -122,14 +122,14 @@ def test_neighbours_merge_and_repeats_travel_once():
     offsets = np.array([1000, 0, 100, 1000, 50, 1010], np.int64)
     sizes = np.array([20, 50, 100, 20, 50, 5], np.int64)
     (request,) = plan_read(offsets, sizes).requests
-    assert (request.offsets, request.sizes, request.places) == ([0, 1000], [200, 20], [(0, 0, 220)])
+    assert (request.offsets, request.sizes, request.targets) == ([0, 1000], [200, 20], [(0, 0, 220)])
 
 
 def test_columns_one_after_another_share_requests_but_no_buffer():
     plan = plan_read(np.array([0, 300, 500, 560], np.int64), np.array([300, 200, 60, 40], np.int64), columns=[2, 0, 2])
     (request,) = plan.requests
     assert (request.offsets, request.sizes) == ([0, 500], [500, 100])
-    assert request.places == [(0, 0, 500), (2, 0, 100)]
+    assert request.targets == [(0, 0, 500), (2, 0, 100)]
     assert plan.offsets.tolist() == [0, 300, 0, 60]
 
 

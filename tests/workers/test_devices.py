@@ -22,7 +22,7 @@ from tests.alone import alone
 from tests.workers.messages.messengers import Here, address
 from workers import Worker
 from workers.groups.cluster import _count_accelerators
-from workers.groups.launch import place_environment
+from workers.groups.launch import placement_environment
 from workers.placement.strategies import PackedPlacementStrategy
 from workers.rlinf.worker import AcceleratorType
 from workers.rlinf.worker import Worker as RlinfWorker
@@ -113,7 +113,7 @@ def test_the_variables_of_every_make() -> None:
     cluster = SimpleNamespace(accelerators_per_node=[0, 2])
     first, second = PackedPlacementStrategy(0, 1).get_placement(cluster)
     for placement, index in ((first, "0"), (second, "1")):
-        environment = place_environment(placement)
+        environment = placement_environment(placement)
         assert [environment[name] for name in devices.VISIBLE_DEVICES.values()] == [index] * 3
 
 

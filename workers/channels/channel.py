@@ -156,7 +156,7 @@ class Channel:
     Every call may raise `ChannelLostError` if the broker's process died, `ChannelClosedError` after `disconnect`, and
     ValueError for a negative timeout.
 
-    `_links`: one for each part, in the order of `settings.nodes`; `_routes`: finds the link of a key.
+    `_links`: one for each branch, in the order of `settings.nodes`; `_routes`: finds the link of a key.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Channel:
         self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints]
         if not self._links:
             self._links.append(LocalLink(settings.name))
-        # The keys that this handle uses first are stored on this node, if the channel has a part here.
+        # The keys that this handle uses first are stored on this node, if the channel has a branch here.
         wish = settings.nodes.index(self._node_rank) if self._node_rank in settings.nodes else 0
         self._routes = Routes(settings.ident, self._links, wish=wish)
 
@@ -193,7 +193,7 @@ class Channel:
         `ChannelSettingsError` if the existing channel has other settings, `ChannelLostError` if some of its brokers
         are lost. A channel that lost all of its brokers is replaced.
 
-        distributed: the channel has a part on every node that has a broker now, and the node that first uses a key
+        distributed: the channel has a branch on every node that has a broker now, and the node that first uses a key
         stores its queue. Otherwise the channel is on node `node_rank`. If the channel needs a broker that is starting
         or restarting, the call waits up to a minute for it. A broker that does not answer raises `ChannelLostError`,
         unless the directory declares it lost within `NOTICE_S`. local: the channel exists in this process only; any
@@ -242,7 +242,7 @@ class Channel:
         with directory_or_default(directory) as client:
             settings = ChannelSettings.of(client.lookup_channel(name, wait_s), client.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
-        lost = channel._find_lost_parts(f"connection to channel {name!r}")
+        lost = channel._find_lost_branches(f"connection to channel {name!r}")
         if len(lost) == len(settings.endpoints):
             channel.disconnect()
             raise lost[0]
@@ -340,17 +340,17 @@ class Channel:
     def close(self) -> None:
         """Close the channel for all processes and free its name. The channel accepts no more items, and waiting puts
         raise `ChannelClosedError`. Getters receive the remaining items, then `EndOfChannelError`. The connections and
-        threads of this handle close as soon as they are unused. If a part cannot be closed, its error is raised after
-        the other parts were closed. Idempotent."""
-        failed = self._close_parts(self._links)
+        threads of this handle close as soon as they are unused. If a branch cannot be closed, its error is raised after
+        the other branches were closed. Idempotent."""
+        failed = self._close_branches(self._links)
         self._unregister()
         self._retire()
         if failed is not None:
             raise failed
 
-    def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
-        """Close all parts, even after an error, and return the first one. Errors of closed and lost parts are ignored,
-        but not that of a part that does not respond: it may continue."""
+    def _close_branches(self, links: Sequence[Link | LocalLink]) -> Exception | None:
+        """Close all branches, even after an error, and return the first one. Errors of closed and lost branches are
+        ignored, but not that of a branch that does not respond: it may continue."""
         what = f"close of channel {self.name!r}"
         failed = None
         for link in links:
@@ -366,10 +366,10 @@ class Channel:
         return failed
 
     def _close_created(self, links: Sequence[Link | LocalLink], error: BaseException) -> None:
-        """Close the created parts after `error`. A failure to close them is added to `error` as a note."""
-        failed = self._close_parts(links)
+        """Close the created branches after `error`. A failure to close them is added to `error` as a note."""
+        failed = self._close_branches(links)
         if failed is not None:
-            error.add_note(f"Some parts of channel {self.name!r} that were already created are still open: {failed}")
+            error.add_note(f"Some branches of channel {self.name!r} that were already created are still open: {failed}")
 
     def _retire(self) -> None:
         """Close connections and threads as soon as they are unused. Calls still work."""
@@ -394,20 +394,20 @@ class Channel:
     # --- internals
 
     def _create(self) -> None:
-        """Create all parts of the channel. If one fails, the parts created before it are closed."""
+        """Create all branches of the channel. If one fails, the branches created before it are closed."""
         what = f"creation of channel {self.name!r}"
         settings = self._settings
         identity = settings.ident, settings.name, settings.maxsize
-        for place, link in enumerate(self._links):
+        for created, link in enumerate(self._links):
             try:
                 link.ask(lambda number: wire.Create(number, *identity), what, self._deadline(ASK_S))
             except BaseException as error:
-                self._close_created(self._links[:place], error)
+                self._close_created(self._links[:created], error)
                 raise
 
     def _prepare_put(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
         """Return the packed item (in a local channel the item itself), the request, whose number and item the link
-        sets, and the link to the part of the key."""
+        sets, and the link to the branch of the key."""
         weight = as_weight(f"{what}: weight", weight)
         raw_key = self._encode_key(key)
         link = self._routes.link(raw_key, what)
@@ -439,7 +439,7 @@ class Channel:
     def _prepare_get(
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
-        """Return a function that makes the request with a number, and the link to the part that stores the key."""
+        """Return a function that makes the request with a number, and the link to the branch that stores the key."""
         ident = self._settings.ident
         raw_key = self._encode_key(key)
         return lambda number: wire.Get(number, ident, raw_key, target, nowait), self._routes.link(raw_key, what)
@@ -466,9 +466,9 @@ class Channel:
     def _encode_key(self, key: Any) -> bytes:
         return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
 
-    def _find_lost_parts(self, what: str) -> list[ChannelLostError]:
-        """Return a `ChannelLostError` for each part whose broker does not answer."""
-        return self._routes.find_parts_with_key(_DEFAULT, what)[1]
+    def _find_lost_branches(self, what: str) -> list[ChannelLostError]:
+        """Return a `ChannelLostError` for each branch whose broker does not answer."""
+        return self._routes.find_branches_with_key(_DEFAULT, what)[1]
 
     def _describe(self, verb: str, key: Any) -> str:
         what = f"{verb} of channel {self.name!r}"
@@ -538,7 +538,7 @@ def _register_or_find(channel: Channel, directory: DirectoryClient) -> Channel:
         channel._close_created(channel._links, error)
         channel.disconnect()
         raise
-    if registered is not channel:  # the parts of `channel` have no name, so nobody can use them
+    if registered is not channel:  # the branches of `channel` have no name, so nobody can use them
         channel.close()
         channel.disconnect()
     return registered
@@ -570,13 +570,15 @@ def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | No
     existing_settings = ChannelSettings.of(entries[0], directory.address)
     ours = channel._settings
     existing = Channel(existing_settings, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
-    lost = existing._find_lost_parts(f"creation of channel {channel.name!r}")
+    lost = existing._find_lost_branches(f"creation of channel {channel.name!r}")
     if len(lost) == len(existing_settings.endpoints):
         directory.end(Kind.CHANNEL, existing_settings.name, existing_settings.incarnation, why="its brokers are lost")
         return None
     error: Exception | None = lost[0] if lost else None
     if error is not None:
-        error.add_note(f"Other parts of {existing!r} are alive; to replace the channel, `connect` to it and `close` it")
+        error.add_note(
+            f"Other branches of {existing!r} are alive; to replace the channel, `connect` to it and `close` it"
+        )
     same_kind = (existing_settings.maxsize, existing_settings.distributed) == (ours.maxsize, ours.distributed)
     # A distributed channel keeps the nodes that had a broker when it was created, so its nodes may differ.
     same_nodes = existing_settings.distributed or existing_settings.nodes == ours.nodes

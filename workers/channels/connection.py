@@ -113,11 +113,11 @@ class ArrivedItems:
         the queue, and raise the first error."""
         values = []
         errors = {}
-        for place, each in enumerate(unpacked):
+        for index, each in enumerate(unpacked):
             try:
                 values.append(each.load())
             except NotSerializableError as error:
-                errors[place] = error
+                errors[index] = error
         if not errors:
             return values
         self._settle(wire.NackItems(self.number, lost=tuple(errors)))

@@ -78,9 +78,9 @@ def _integer(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSettings:
-    """The settings of a channel. ident: unique, never reused; nodes: ranks of the nodes with a part of the channel, the
-    first of which maps keys to parts; endpoints: of the broker on each of these nodes; directory: the address of the
-    directory that has the name, None if none has it; incarnation: of the directory's entry."""
+    """The settings of a channel. ident: unique, never reused; nodes: ranks of the nodes with a branch of the channel,
+    the first of which maps keys to branches; endpoints: of the broker on each of these nodes; directory: the address of
+    the directory that has the name, None if none has it; incarnation: of the directory's entry."""
 
     name: str
     ident: str

@@ -1,4 +1,4 @@
-"""Maps the keys of a channel to its parts."""
+"""Maps the keys of a channel to its branches."""
 
 from __future__ import annotations
 
@@ -15,74 +15,77 @@ ASK_S = 30.0
 
 
 class Routes:
-    """Routes of the channel `ident`, with one part behind each of `links`. wish: the preferred part for a new key.
+    """Routes of the channel `ident`, with one branch behind each of `links`. wish: the preferred branch for a new key.
     Thread-safe.
 
-    The first part assigns keys. The assigned part learns of its key and reports it if the first part is lost: keys in
-    use still work, and new keys raise `ChannelLostError`. `_parts`: the parts of the keys that this handle has used.
-    """
+    The first branch assigns keys. The assigned branch learns of its key and reports it if the first branch is lost:
+    keys in use still work, and new keys raise `ChannelLostError`. `_branches`: those of the keys that this handle has
+    used."""
 
     def __init__(self, ident: str, links: Sequence[Link | LocalLink], *, wish: int) -> None:
         self._ident = ident
         self._links = links
         self._wish = wish
-        self._parts: dict[bytes, int] = {}
+        self._branches: dict[bytes, int] = {}
 
     def link(self, key: bytes, what: str) -> Link | LocalLink:
-        """Return the link to the part that stores the key. what: names the operation in errors."""
+        """Return the link to the branch that stores the key. what: names the operation in errors."""
         if len(self._links) == 1:
             return self._links[0]
-        part = self._parts.get(key)
-        if part is None:
-            part = self._parts[key] = self._find_part(key, what)
-        return self._links[part]
+        branch = self._branches.get(key)
+        if branch is None:
+            branch = self._branches[key] = self._find_branch(key, what)
+        return self._links[branch]
 
-    def _find_part(self, key: bytes, what: str) -> int:
-        """Return the part that stores the key: that which the first part assigns, or, if that has ended or is lost, the
-        part that has the key already. 0 if no part has it: its operations then report the end of the channel."""
+    def _find_branch(self, key: bytes, what: str) -> int:
+        """Return the branch that stores the key: that which the first branch assigns, or, if that has ended or is lost,
+        the branch that has the key already. 0 if no branch has it: its operations then report the
+        end of the channel."""
         lost: list[ChannelLostError] = []
-        part: int | None = None
+        branch: int | None = None
         try:
-            part = self._ask_part(0, key, self._wish, what)
+            branch = self._ask_branch(0, key, self._wish, what)
         except ChannelLostError as error:
             lost.append(error)
-        if part is not None:
-            if part != 0:
-                # The assigned part notes the key, for the case that the first part is lost.
-                self._ask_part(part, key, part, what)
-            return part
-        # The first part has ended or is lost. Another part may store the key.
-        # A lost first part is not asked a second time.
-        parts_with_key, other_lost = self.find_parts_with_key(key, what, first=1 if lost else 0)
-        if parts_with_key:
-            return parts_with_key[0]
+        if branch is not None:
+            if branch != 0:
+                # The assigned branch notes the key, for the case that the first branch is lost.
+                self._ask_branch(branch, key, branch, what)
+            return branch
+        # The first branch has ended or is lost. Another branch may store the key.
+        # A lost first branch is not asked a second time.
+        branches_with_key, other_lost = self.find_branches_with_key(key, what, first=1 if lost else 0)
+        if branches_with_key:
+            return branches_with_key[0]
         lost += other_lost
         if lost:
             raise lost[0]
         return 0
 
-    def _ask_part(self, part: int, key: bytes, wish: int, what: str) -> int | None:
-        """Ask `part` which part stores the key; a new key gets the part `wish`. Return None if the channel has ended on
-        `part`. what: names the operation in errors."""
-        answer = self._links[part].ask(
+    def _ask_branch(self, branch: int, key: bytes, wish: int, what: str) -> int | None:
+        """Ask `branch` which branch stores the key; a new key gets the branch `wish`. Return None if the channel has
+        ended on `branch`. what: names the operation in errors."""
+        answer = self._links[branch].ask(
             lambda number: wire.RouteKey(number, self._ident, key, wish), what, time.monotonic() + ASK_S
         )
-        return answer.replica if isinstance(answer, wire.Routed) else None  # the protocol calls a part a replica
+        return answer.replica if isinstance(answer, wire.Routed) else None  # the protocol calls a branch a replica
 
-    def find_parts_with_key(self, key: bytes, what: str, *, first: int = 0) -> tuple[list[int], list[ChannelLostError]]:
-        """Return the parts, from part `first` on, that have the key or items of it, and the error of each part whose
-        broker does not answer."""
-        parts_with_key = []
+    def find_branches_with_key(
+        self, key: bytes, what: str, *, first: int = 0
+    ) -> tuple[list[int], list[ChannelLostError]]:
+        """Return the branches, from branch `first` on, that have the key or items of it, and the error of each branch
+        whose broker does not answer."""
+        branches_with_key = []
         lost = []
-        for part, link in enumerate(self._links[first:], first):
+        for branch, link in enumerate(self._links[first:], first):
             try:
                 counts = self._request_counts(link, key, what)
             except ChannelLostError as error:
                 lost.append(error)
                 continue
             if counts.size or counts.leased or counts.routed:
-                parts_with_key.append(part)
-        return parts_with_key, lost
+                branches_with_key.append(branch)
+        return branches_with_key, lost
 
     def count(self, key: bytes, what: str) -> wire.Counted:
         """Return the counts of the key's queue."""

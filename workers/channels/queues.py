@@ -30,18 +30,18 @@ PREALLOCATE_BELOW_SHARE = 0.25
 
 @dataclass(slots=True)
 class Stored:
-    """A stored item. place: its position in the order of all puts; space_bytes: the reserved bytes, at least the item's
+    """A stored item. position: in the order of all puts; space_bytes: the reserved bytes, at least the item's
     (0 if the item carries its bytes)."""
 
     item: wire.Item
     weight: float
-    place: int
+    position: int
     space_bytes: int
 
 
-def place_of(stored: Stored) -> int:
+def position_of(stored: Stored) -> int:
     """Return the sort key that keeps items in the order of their puts."""
-    return stored.place
+    return stored.position
 
 
 @dataclass(slots=True, eq=False)
@@ -157,14 +157,14 @@ class Broker:
     memory: space for the bytes of items. Small items carry their bytes in their messages; these carried bytes may be as
     many as the memory's, beyond that puts wait. `_queues_waiting`: the queues with requests that wait for memory;
     `_queues_over_limit`: the queues whose first put waits until there are fewer carried bytes. Both are ordered sets.
-    `_last_place`: place of the newest item in the order of all puts. `_carried_bytes`: number of carried bytes of
+    `_last_position`: that of the newest item in the order of all puts. `_carried_bytes`: number of carried bytes of
     all stored and leased items; `_outgoing`: the answers that the present call returns.
     """
 
     def __init__(self, memory: ItemMemory) -> None:
         self._memory = memory
         self._carried_bytes = 0
-        self._last_place = 0
+        self._last_position = 0
         self._channels: dict[str, ChannelQueues] = {}
         self._clients: dict[Client, HeldItems] = {}
         self._queues_waiting: dict[Queue, None] = {}
@@ -252,8 +252,8 @@ class Broker:
         if item.space != NOWHERE:
             space_bytes = self.reserved_bytes(client, item)
             del self._clients[client].spaces[item.space]  # the space belongs to the item from now on
-        self._last_place += 1
-        stored = Stored(item, request.weight, self._last_place, space_bytes)
+        self._last_position += 1
+        stored = Stored(item, request.weight, self._last_position, space_bytes)
         channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._free_space(stored)
@@ -331,7 +331,7 @@ class Broker:
         queue = get.queue
         if len(taken) > 1:
             # An item that was returned meanwhile precedes the items that were collected before its return.
-            taken.sort(key=place_of)
+            taken.sort(key=position_of)
         queue.leased += len(taken)
         self._clients[get.client].open[get.number] = ItemLease(queue, taken)
         self._answer(get.client, wire.Items(get.number, [stored.item for stored in taken]))
@@ -472,7 +472,7 @@ class Broker:
         else:
             queue.gets.remove(record)
         if record.taken:  # they return to their places
-            queue.items = deque(sorted([*record.taken, *queue.items], key=place_of))
+            queue.items = deque(sorted([*record.taken, *queue.items], key=position_of))
 
     # --- memory
 

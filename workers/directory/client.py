@@ -129,13 +129,14 @@ class DirectoryClient:
 
     # --- registration ---------------------------------------------------------------------------------------------
 
-    def register_group(self, name: str, facts: Facts) -> DirectoryEntry:
+    def register_worker_group(self, name: str, facts: Facts) -> DirectoryEntry:
         """Register a group's name, so that its workers can register. Records of workers of an ended group with that
         name are deleted. The entry stays until `end`, even if this process ends. `NameInUseError` while another
         group has the name; ValueError or TypeError for a name that no worker address can have."""
         WorkerAddress(name)  # raises for an invalid name
         return self._single_entry(
-            self._ask_register(Kind.GROUP, name, endpoints=(), facts=facts, owned=False), f"registering group {name!r}"
+            self._ask_register(Kind.WORKER_GROUP, name, endpoints=(), facts=facts, owned=False),
+            f"registering group {name!r}",
         )
 
     def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> DirectoryEntry:
@@ -155,21 +156,21 @@ class DirectoryClient:
 
     # --- lookup ---------------------------------------------------------------------------------------------------
 
-    def lookup_group(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
+    def lookup_worker_group(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
         """Return the live entry of that name. Wait up to `wait_s` for its registration.
 
         `NameNotFoundError` if it was not registered in time; `WorkerLostError`, at once, if it was registered and
         has ended.
         """
-        return self._single_entry(self.ask(Kind.GROUP, name, wait_s), f"group {name!r} to be registered", wait_s)
+        return self._single_entry(self.ask(Kind.WORKER_GROUP, name, wait_s), f"group {name!r} to be registered", wait_s)
 
     def lookup_worker(self, address: WorkerAddress, wait_s: float = 0.0) -> DirectoryEntry:
-        """`lookup_group` for a worker. `WorkerLostError` also if its group has ended, or ends during the wait."""
+        """`lookup_worker_group` for a worker. `WorkerLostError` also if its group has ended, or ends in the wait."""
         name = address.get_name()
         return self._single_entry(self.ask(Kind.WORKER, name, wait_s), f"worker {name} to be registered", wait_s)
 
     def lookup_channel(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
-        """`lookup_group` for a channel."""
+        """`lookup_worker_group` for a channel."""
         return self._single_entry(self.ask(Kind.CHANNEL, name, wait_s), f"channel {name!r} to be registered", wait_s)
 
     def ask(self, kind: Kind, name: str, wait_s: float) -> Answer:

@@ -99,7 +99,7 @@ class Registry:
             facts=request.facts,
         )
         self._ended.pop(key, None)
-        if request.kind is Kind.GROUP:
+        if request.kind is Kind.WORKER_GROUP:
             # Forget the ended workers of an earlier group of this name, so that lookups wait for the new ones.
             for stale_key in [ended_key for ended_key in self._ended if _is_worker_of(ended_key, request.name)]:
                 del self._ended[stale_key]
@@ -125,11 +125,11 @@ class Registry:
             record.watchers.add(session)
             return [(session, Found(request.number, (record.entry,)))]
         # Not among the ended entries: a lost one that another process will register again (`returns`). It is awaited.
-        ended = self._ended.get(key) or self._ended.get((Kind.GROUP, _group_name(key)))
+        ended = self._ended.get(key) or self._ended.get((Kind.WORKER_GROUP, _group_name(key)))
         if ended is not None:
             return [(session, _lost_reply(request.number, request.name, ended))]
-        group = self._live.get((Kind.GROUP, _group_name(key)))
-        error = None if group is None else _missing_rank_error(key, group.entry)
+        worker_group = self._live.get((Kind.WORKER_GROUP, _group_name(key)))
+        error = None if worker_group is None else _missing_rank_error(key, worker_group.entry)
         if error is not None:
             return [(session, failed(request.number, error))]
         waiter = _Waiter(session, request.number, now, now + request.wait_s)
@@ -212,7 +212,7 @@ class Registry:
             if not (member.returns and state is EntryState.LOST):
                 self._ended.store(key, ended)  # so that lookups of it fail at once
             effects += [(watcher, Gone(ended)) for watcher in sorted(member.watchers)]
-        if record.entry.kind is Kind.GROUP:
+        if record.entry.kind is Kind.WORKER_GROUP:
             for key in [key for key in self._waiting if _is_worker_of(key, record.entry.name)]:
                 for waiter in self._waiting.pop(key):
                     effects.append((waiter.session, _lost_reply(waiter.number, key[1], ended)))
@@ -220,7 +220,7 @@ class Registry:
 
     def _with_members(self, record: _Record) -> Iterator[_Record]:
         """Yield the record, and before it the workers if it is a group."""
-        if record.entry.kind is Kind.GROUP:
+        if record.entry.kind is Kind.WORKER_GROUP:
             yield from (member for key, member in self._live.items() if _is_worker_of(key, record.entry.name))
         yield record
 
@@ -231,15 +231,15 @@ def _group_name(key: Key) -> str:
     return name.partition(SEPARATOR)[0] if kind is Kind.WORKER else ""
 
 
-def _is_worker_of(key: Key, group: str) -> bool:
-    return key[0] is Kind.WORKER and _group_name(key) == group
+def _is_worker_of(key: Key, worker_group: str) -> bool:
+    return key[0] is Kind.WORKER and _group_name(key) == worker_group
 
 
-def _missing_rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
+def _missing_rank_error(key: Key, worker_group: DirectoryEntry) -> errors.NoSuchRankError | None:
     """Return the error if `key` is a worker of that group with a rank that the group does not have. None for all other
     keys, and if the group's size is unknown."""
-    size = group.facts.get(WORLD_SIZE)
-    if not _is_worker_of(key, group.name) or not isinstance(size, int):
+    size = worker_group.facts.get(WORLD_SIZE)
+    if not _is_worker_of(key, worker_group.name) or not isinstance(size, int):
         return None
     try:
         path = WorkerAddress.from_name(key[1]).rank_path
@@ -247,7 +247,7 @@ def _missing_rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankErr
         return None
     if not path or path[0] < size:
         return None
-    return errors.NoSuchRankError(group=group.name, rank=path[0], size=size)
+    return errors.NoSuchRankError(group=worker_group.name, rank=path[0], size=size)
 
 
 def _not_found_reply(waiter: _Waiter, key: Key, now: float) -> Failed:

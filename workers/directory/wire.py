@@ -22,7 +22,7 @@ Facts = dict[str, str | int | float | bool | list[str | int] | None]
 class Kind(enum.StrEnum):
     """The kind of a named object. Names are unique within their kind."""
 
-    GROUP = "group"
+    WORKER_GROUP = "group"
     WORKER = "worker"
     CHANNEL = "channel"
 

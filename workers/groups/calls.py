@@ -44,7 +44,7 @@ class GroupCall(GroupFuture, AsyncWork[list[Any]]):
         AsyncWork.__init__(self, Future(), self._describe(calls))
         self._method = method
         self._keep = keep
-        self._parts: list[Future[Any]] = []  # one future per call, from the first call of `_connect` on
+        self._futures: list[Future[Any]] = []  # one future per call, from the first call of `_connect` on
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Return the results, or raise the first error. Blocks until all workers are done. `CallWaitTimeoutError` after
@@ -98,11 +98,11 @@ class GroupCall(GroupFuture, AsyncWork[list[Any]]):
         """Return the future, which is done when all workers are, or the first has failed. Ray's callbacks complete it.
         They are registered at the first call of this method, because `wait` does not need them."""
         with self._guard:
-            if self._parts:
+            if self._futures:
                 return self._future
-            self._parts = [call.reference.future() for call in self._calls]
+            self._futures = [call.reference.future() for call in self._calls]
         # Each call that ends takes the number of those that are left. `next` is atomic, so the counter needs no lock.
-        calls_left = itertools.count(len(self._parts) - 1, -1)
+        calls_left = itertools.count(len(self._futures) - 1, -1)
 
         def on_call_end(call: Called, future: Future[Any]) -> None:
             """Complete the future with the first error, or after the last call with all results."""
@@ -112,11 +112,11 @@ class GroupCall(GroupFuture, AsyncWork[list[Any]]):
                 if error is not None:
                     self._future.set_exception(self._worker_error(call, error))
                 # A call that failed in another thread may not have set its error yet, so check all.
-                elif is_last and all(part.exception() is None for part in self._parts):
-                    self._future.set_result([part.result() for part in self._parts])
+                elif is_last and all(future.exception() is None for future in self._futures):
+                    self._future.set_result([future.result() for future in self._futures])
 
-        for call, part in zip(self._calls, self._parts, strict=True):
-            part.add_done_callback(functools.partial(on_call_end, call))
+        for call, future in zip(self._calls, self._futures, strict=True):
+            future.add_done_callback(functools.partial(on_call_end, call))
         return self._future
 
     def _worker_error(self, call: Called, error: BaseException) -> BaseException:

@@ -147,9 +147,9 @@ class Cluster:
         """Wait until every node has a broker for channels. Raise the error of a broker that failed to start."""
         self._connection.await_brokers()
 
-    def adopt(self, group: Ending) -> None:
-        """Have `shutdown` end `group`, if the group still exists."""
-        self._connection.groups.add(group)
+    def adopt(self, worker_group: Ending) -> None:
+        """Have `shutdown` end `worker_group`, if it still exists."""
+        self._connection.worker_groups.add(worker_group)
 
     # --- channels -------------------------------------------------------------------------------------------------
 
@@ -211,16 +211,16 @@ class _JobConnection:
     """One process's part of the job: its directory client and the actors that it started.
 
     The first process of a job, the owner, starts the directory, and the brokers for channels in the background.
-    environment: the variables of the first node's agent, those that Ray gives to processes by default. groups: those
-    that this process launched. `_agents`: only those that this process started; each process has its own for ports.
-    `_brokers`: empty unless this process is the owner. `_guard` guards the entries of both.
+    environment: the variables of the first node's agent, those that Ray gives to processes by default. worker_groups:
+    those that this process launched. `_agents`: only those that this process started; each process has its own for
+    ports. `_brokers`: empty unless this process is the owner. `_guard` guards the entries of both.
     """
 
     def __init__(self, first: Node) -> None:
         self._guard = threading.Lock()
         self._agents: dict[str, ActorHandle] = {}  # by Ray node id
         self._brokers: dict[int, Future[ActorHandle]] = {}  # by node rank
-        self.groups: WeakSet[Ending] = WeakSet()
+        self.worker_groups: WeakSet[Ending] = WeakSet()
         head = _find_head_agent()  # it serves the directory; None: this process is the first of the job
         self._owner = head is None
         if head is None:
@@ -265,8 +265,8 @@ class _JobConnection:
         """End the groups and all actors that this process started, and close the directory client. Wait for brokers
         that are starting."""
         if ray.is_initialized():
-            for group in list(self.groups):
-                group.end_group()
+            for worker_group in list(self.worker_groups):
+                worker_group.end_group()
         # `exception()` waits for a broker that is starting.
         started = [broker for broker in self._brokers.values() if broker.exception() is None]
         self.disconnect()

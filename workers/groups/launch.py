@@ -52,7 +52,7 @@ class Launch:
     log_to_driver: bool
 
 
-def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, DirectoryEntry]:
+def launch_worker_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, DirectoryEntry]:
     """Start the workers of a new group. Return them, constructed, and the group's directory entry. Wait for the
     constructors, and until each node has a broker for channels. `NameInUseError` if a running group has the name.
     Raises the exception of a constructor. After any error all started parts are removed."""
@@ -85,7 +85,7 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
 def _end_entry(directory: DirectoryClient, entry: DirectoryEntry) -> None:
     """End the group's entry before its workers, so that callers that wait for a worker learn that the group ended."""
     with contextlib.suppress(DirectoryLostError):
-        directory.end(Kind.GROUP, entry.name, entry.incarnation, why="its group ended")
+        directory.end(Kind.WORKER_GROUP, entry.name, entry.incarnation, why="its group ended")
 
 
 def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
@@ -120,7 +120,7 @@ def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entr
             name=actor_name(entry, placement.rank),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False),
             **options,
-        ).remote({**shared, **place_environment(placement), "TQ_HOST": node.host}, *launch.args, **launch.kwargs)
+        ).remote({**shared, **placement_environment(placement), "TQ_HOST": node.host}, *launch.args, **launch.kwargs)
         started.actors.append(actor)
 
 
@@ -128,10 +128,10 @@ def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: 
     """Log each worker whose process dies or whose connection breaks, until the group ends."""
     # Of the workers' directory entries. Each registration has a new number, so those of other groups never match.
     incarnations: set[int] = set()
-    group = weakref.ref(started)  # the subscription must not keep the group, which ends with its last reference
+    started_ref = weakref.ref(started)  # the subscription must not keep the group, which ends with its last reference
 
     def on_end(entry: DirectoryEntry) -> None:
-        if entry.state is EntryState.LOST and entry.incarnation in incarnations and group() is not None:
+        if entry.state is EntryState.LOST and entry.incarnation in incarnations and started_ref() is not None:
             logger.error("Worker %s was lost: %s", entry.name, entry.why)
 
     started.before.callback(directory.subscribe(on_end))  # `subscribe` returns the function that unsubscribes
@@ -143,16 +143,16 @@ def register_name(directory: DirectoryClient, name: str, facts: Facts) -> Direct
     """Register a group and return its entry. If all workers of a group with that name have died, end that group first.
     `NameInUseError` if one is running or being launched."""
     try:
-        return directory.register_group(name, facts)
+        return directory.register_worker_group(name, facts)
     except NameInUseError:
         try:
-            holder = directory.lookup_group(name)
+            holder = directory.lookup_worker_group(name)
         except NameNotFoundError:  # it has ended meanwhile
-            return directory.register_group(name, facts)
+            return directory.register_worker_group(name, facts)
         if _is_launching(directory, name) or _is_running(holder):
             raise
-    directory.end(Kind.GROUP, name, holder.incarnation, why="all its workers died")
-    return directory.register_group(name, facts)
+    directory.end(Kind.WORKER_GROUP, name, holder.incarnation, why="all its workers died")
+    return directory.register_worker_group(name, facts)
 
 
 def find_actors(entry: DirectoryEntry) -> list[ActorHandle]:
@@ -173,7 +173,7 @@ def actor_name(entry: DirectoryEntry, rank: int) -> str:
     return f"{entry.name}:{rank}-{entry.facts['token']}"
 
 
-def place_environment(placement: WorkerPlacement) -> dict[str, str]:
+def placement_environment(placement: WorkerPlacement) -> dict[str, str]:
     """Return the environment variables of a worker's place. LOCAL_RANK is an index into the accelerators that it
     sees."""
     local_rank = placement.local_rank
@@ -198,7 +198,7 @@ def place_environment(placement: WorkerPlacement) -> dict[str, str]:
 
 
 def _is_launching(directory: DirectoryClient, name: str) -> bool:
-    """Return whether the group has the entry that `launch_group` registers while the workers start."""
+    """Return whether the group has the entry that `launch_worker_group` registers while the workers start."""
     try:
         directory.lookup_worker(WorkerAddress(name))
     except Exception:

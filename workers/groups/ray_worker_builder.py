@@ -174,7 +174,7 @@ class RayWorkerBuilder:
         worker._initializer = initializer  # keeps it: the worker would end with its initializer
         return worker
 
-    def for_group(self) -> RayWorkerBuilder:
+    def for_worker_group(self) -> RayWorkerBuilder:
         """Return a copy that shares no initializers with this object."""
         return copy.copy(self)
 
@@ -267,6 +267,6 @@ def _configure_worker(
     resources, env_vars, init_kwargs, *optional = returned
     runtime_env = optional[0] if optional else {}
     # Merged as layers, because a plain update would replace the whole "runtime_env".
-    parts = [resources or {}, {"runtime_env": runtime_env}, {"runtime_env": {"env_vars": env_vars or {}}}]
-    required, _ = layered([Layer(origin="", options=options, why="") for options in parts])
+    layers = [resources or {}, {"runtime_env": runtime_env}, {"runtime_env": {"env_vars": env_vars or {}}}]
+    required, _ = layered([Layer(origin="", options=options, why="") for options in layers])
     return required, dict(init_kwargs or {})

@@ -58,8 +58,8 @@ class RayWorkerGroup:
         if tied_groups is None:
             tied_groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
         # For the number of workers, and for its checks, which raise before a worker is started.
-        places = place_workers(cluster.bundle_counts, tied_groups, spanning=cluster.unified)
-        self.sharding_annotations = _checked_sharding(len(places), sharding_annotations)
+        locations = place_workers(cluster.bundle_counts, tied_groups, spanning=cluster.unified)
+        self.sharding_annotations = _checked_sharding(len(locations), sharding_annotations)
         self._create_workers_from_bundle_indices(remote_worker_builder, tied_groups, env_vars)
 
     @property
@@ -93,7 +93,9 @@ class RayWorkerGroup:
         if self._dp_sharding is not None:
             coords = {**dict.fromkeys(self._dp_sharding.names, 0), DATA_PARALLEL_AXIS: dp_shard_idx}
             return self._dp_sharding.get_ranks_by_coord(**coords)[0]
-        return next(worker for worker, group in self.worker_to_tied_group_index.items() if group == dp_shard_idx)
+        return next(
+            worker for worker, tied_group in self.worker_to_tied_group_index.items() if tied_group == dp_shard_idx
+        )
 
     @property
     def _dp_sharding(self) -> NamedSharding | None:
@@ -122,8 +124,8 @@ class RayWorkerGroup:
         )
         self._workers = list(self._started.actors)
         for plan, endpoint in zip(plans, endpoints, strict=True):
-            self.worker_to_tied_group_index[plan.place.rank] = plan.place.tied_group
-            self._metadata.append({**_metadata(plan, endpoint), "dp_shard_idx": self._dp_shard_of(plan.place.rank)})
+            self.worker_to_tied_group_index[plan.location.rank] = plan.location.tied_group
+            self._metadata.append({**_metadata(plan, endpoint), "dp_shard_idx": self._dp_shard_of(plan.location.rank)})
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End every worker. Return whether no step failed; True also if the workers had ended before.
@@ -333,12 +335,12 @@ def _checked_sharding(workers: int, sharding: NamedSharding | None) -> NamedShar
 def _metadata(plan: WorkerPlan, endpoint: Endpoint) -> dict[str, Any]:
     """Return the worker's entry of `worker_metadata`, without "dp_shard_idx"."""
     return {
-        "rank": plan.place.rank,
+        "rank": plan.location.rank,
         "name": plan.name,
-        "node_idx": plan.place.node,
-        "local_rank": plan.place.local_rank,
-        "bundle_idx": plan.place.bundle,
-        "tied_rank": plan.place.tied_rank,
+        "node_idx": plan.location.node,
+        "local_rank": plan.location.local_rank,
+        "bundle_idx": plan.location.bundle,
+        "tied_rank": plan.location.tied_rank,
         "address": endpoint[0],
         "port": endpoint[1],
     }

@@ -240,9 +240,9 @@ class MultiWorkerFuture:
         return list(first_of_group.values())
 
 
-def _worker_name(group: CalledGroup, worker: int) -> str:
+def _worker_name(worker_group: CalledGroup, worker: int) -> str:
     """Return the display name of a worker, or its number if the group has ended."""
-    metadata = group.worker_metadata
+    metadata = worker_group.worker_metadata
     return str(metadata[worker]["name"]) if worker < len(metadata) else str(worker)
 
 

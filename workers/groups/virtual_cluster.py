@@ -156,11 +156,11 @@ class RayVirtualCluster:
         """Request the bundles and wait until Ray has created them all."""
         end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
-        self._placement_groups = groups = []
+        self._placement_groups = placement_groups = []
         targets = [None] if self._unified else self._choose_target_nodes()
         for number, target in enumerate(targets):
-            groups.append(self._request_placement_group(number, target, strategy))
-        creations = [group.ready() for group in groups]  # a future for each group
+            placement_groups.append(self._request_placement_group(number, target, strategy))
+        creations = [each.ready() for each in placement_groups]  # a future for each group
         while True:
             timeout_s = min(wait_s, end - time.monotonic())
             if len(wait_for_all(creations, timeout_s=timeout_s)) == len(creations):
@@ -223,9 +223,9 @@ class RayVirtualCluster:
     def _locate_bundles(self) -> None:
         """Fill `_host_of` with the Ray node of each bundle, and `_nodes` with the bundles of each node."""
         assert self._placement_groups is not None
-        for number, group in enumerate(self._placement_groups):
-            for bundle in range(group.bundle_count):
-                self._host_of[number, bundle] = node_of_bundle(group, bundle)
+        for number, each in enumerate(self._placement_groups):
+            for bundle in range(each.bundle_count):
+                self._host_of[number, bundle] = node_of_bundle(each, bundle)
         if self._unified:
             hosts = [self._host_of[0, bundle] for bundle in range(self.world_size())]
             by_node = bundles_by_node(self._bundle_counts, hosts)
@@ -313,8 +313,8 @@ class RayVirtualCluster:
         """Return the actor that holds this cluster's ports on the Ray node `host`. If there is none, create it in a
         bundle of the node, so that it ends with the bundles."""
         if host not in self._keepers:
-            group, bundle = next(key for key, node in self._host_of.items() if node == host)
-            on_bundle = PlacementGroupSchedulingStrategy(self.get_placement_groups()[group], bundle)
+            placement_index, bundle = next(key for key, node in self._host_of.items() if node == host)
+            on_bundle = PlacementGroupSchedulingStrategy(self.get_placement_groups()[placement_index], bundle)
             self._keepers[host] = ray.remote(PortKeeper).options(num_cpus=0, scheduling_strategy=on_bundle).remote()
         return self._keepers[host]
 
@@ -379,15 +379,15 @@ class RayVirtualCluster:
     def _remove_placement_groups(self) -> bool:
         """Remove the placement groups. Return whether no step failed; True also if Ray has shut down, which removed
         them."""
-        groups = self._placement_groups or []
+        placement_groups = self._placement_groups or []
         self._placement_groups = None
         succeeded = True
-        for group in groups:
+        for each in placement_groups:
             try:
                 if ray.is_initialized():
-                    remove_placement_group(group)
+                    remove_placement_group(each)
             except Exception as error:
-                logger.warning("Cannot remove placement group %s: %s", group.id.hex(), error)
+                logger.warning("Cannot remove placement group %s: %s", each.id.hex(), error)
                 succeeded = False
         return succeeded
 
@@ -418,6 +418,6 @@ def _resources_text(resources: dict[str, Any]) -> str:
     return ", ".join(amounts) or "no CPU and no GPU"
 
 
-def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
+def node_of_bundle(placement_group: PlacementGroup, bundle: int) -> str:
     """Return the id of the Ray node of a bundle of a ready placement group."""
-    return str(placement_group_table(group)["bundles_to_node_id"][bundle])
+    return str(placement_group_table(placement_group)["bundles_to_node_id"][bundle])

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from workers.errors import GroupEndedError, NoSuchRankError
 from workers.groups.calls import GroupCall
 from workers.groups.cluster import Cluster
-from workers.groups.launch import Launch, find_actors, launch_group
+from workers.groups.launch import Launch, find_actors, launch_worker_group
 from workers.groups.remote_errors import methods_of
 from workers.groups.started_group import Called, StartedGroup
 from workers.placement.strategies import NodePlacementStrategy, PackedPlacementStrategy, PlacementStrategy
@@ -90,11 +90,11 @@ class WorkerGroup(Generic[C]):
                 "cannot look up a group: this process is not connected to a Ray cluster; call ray.init first"
             )
         cluster = Cluster()
-        entry = cluster.directory.lookup_group(group_name)
-        group: WorkerGroup[C] = cls(worker_cls)
-        group._name = group_name
-        group._set_workers(find_actors(entry), entry.facts["token"])
-        return group
+        entry = cluster.directory.lookup_worker_group(group_name)
+        worker_group: WorkerGroup[C] = cls(worker_cls)
+        worker_group._name = group_name
+        worker_group._set_workers(find_actors(entry), entry.facts["token"])
+        return worker_group
 
     def launch(
         self,
@@ -132,7 +132,7 @@ class WorkerGroup(Generic[C]):
             catch_failures=_catch_by_default() if catch_system_failure is None else catch_system_failure,
             log_to_driver=not disable_distributed_log,
         )
-        self._started, entry = launch_group(cluster, parameters)
+        self._started, entry = launch_worker_group(cluster, parameters)
         self._name = parameters.name
         self._set_workers(self._started.actors, entry.facts["token"])
         cluster.adopt(self)
@@ -247,20 +247,20 @@ class _Method:
     """A method of a group, as `WorkerGroup.__getattr__` returns it. ranks: of its first call; later calls go to the
     ranks of `execute_on`, or to all."""
 
-    def __init__(self, group: WorkerGroup[Any], name: str, ranks: tuple[int, ...] | None) -> None:
-        self._group = group
+    def __init__(self, worker_group: WorkerGroup[Any], name: str, ranks: tuple[int, ...] | None) -> None:
+        self._worker_group = worker_group
         self._name = name
         self._ranks = ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> GroupCall:
         ranks, self._ranks = self._ranks, None  # they apply to one call
         if ranks is None:
-            ranks = self._group._take_ranks()
-        call: GroupCall = self._group._call(self._name, ranks, args, kwargs)
+            ranks = self._worker_group._take_ranks()
+        call: GroupCall = self._worker_group._call(self._name, ranks, args, kwargs)
         return call
 
     def __repr__(self) -> str:
-        return f"<{self._group.worker_cls_name}.{self._name} on {self._group!r}>"
+        return f"<{self._worker_group.worker_cls_name}.{self._name} on {self._worker_group!r}>"
 
 
 def _store_if_large(value: Any) -> Any:

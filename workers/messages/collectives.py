@@ -28,7 +28,7 @@ from dataplane.core import devices
 from dataplane.core.addresses import split_address
 from workers.directory.address import WorkerAddress
 from workers.messages.group_store import StoreServer, files_for
-from workers.messages.wire import CollectiveGroupOptions, Place
+from workers.messages.wire import CollectiveGroupOptions, DeviceId
 from workers.transport.pickling import Packed
 
 AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
@@ -62,13 +62,13 @@ def checked_mode(mode: str) -> str:
     return mode
 
 
-def place_of(device: torch.device) -> Place:
+def device_id_of(device: torch.device) -> DeviceId:
     """Return the name and the identity of a device. The identity is empty for the CPU, and if it is not known."""
     if device.type == "cpu":
-        return Place("cpu", "")
+        return DeviceId("cpu", "")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     properties = getattr(torch.get_device_module(device), "get_device_properties", lambda index: None)(index)
-    return Place(f"{device.type}:{index}", str(getattr(properties, "uuid", "")), _PROCESS)
+    return DeviceId(f"{device.type}:{index}", str(getattr(properties, "uuid", "")), _PROCESS)
 
 
 class Road:
@@ -82,7 +82,7 @@ class Road:
     def device_of(self, packed: Packed, receivers: Sequence[WorkerAddress]) -> torch.device | None:
         """Return the device of a message's tensors if they are to travel by its collectives: if it has values, all of
         them are tensors on one device, and this worker is no receiver."""
-        devices = {part.device if isinstance(part, Tensor) else None for part in packed.parts}
+        devices = {block.device if isinstance(block, Tensor) else None for block in packed.blocks}
         device = devices.pop() if len(devices) == 1 else None
         if device is None or not packed.layout.skeleton_from or not self._uses(device.type):
             return None
@@ -90,7 +90,7 @@ class Road:
         return None if self._worker in names else device
 
     def receiving_device(
-        self, sender: Place, target: Tensor | None, current: torch.device | None
+        self, sender: DeviceId, target: Tensor | None, current: torch.device | None
     ) -> torch.device | None:
         """Return the device on which to receive from a device: one of the same type, that of `target` or `current` if
         possible. None if this process has no such device."""
@@ -134,8 +134,8 @@ class DeviceValues:
         return cls(values.flat, _recorded(device))
 
     @property
-    def place(self) -> Place:
-        return place_of(self.flat.device)
+    def device_id(self) -> DeviceId:
+        return device_id_of(self.flat.device)
 
     def copy_to(self, host: Tensor) -> None:
         """Copy the bytes into host memory. Blocks for the device."""
@@ -193,7 +193,7 @@ class CollectiveGroup:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: set[_Job] = set()
         self._guard = threading.Lock()
-        self._group: Any = None
+        self._process_group: Any = None
         self._error: Exception | None = None
         self._closing = threading.Event()
         self._threads = [self._start(f"tq-collective-{membership.name}", self._run)]
@@ -227,13 +227,13 @@ class CollectiveGroup:
                 return
             self._closing.set()
             self._error = error = self._error or ConnectionError(f"process group {self.name} was closed: {why}")
-            group = self._group
+            process_group = self._process_group
             pending = list(self._pending)
         for job in pending:
             self._finish(job, error)
-        if group is not None:  # aborting may block
+        if process_group is not None:  # aborting may block
             with contextlib.suppress(RuntimeError):  # the system starts no more threads
-                self._threads.append(self._start(f"tq-abort-{self.name}", partial(self._abort, group)))
+                self._threads.append(self._start(f"tq-abort-{self.name}", partial(self._abort, process_group)))
         self._jobs.put(None)
 
     def join(self, within_s: float) -> None:
@@ -259,7 +259,7 @@ class CollectiveGroup:
         while (job := self._jobs.get()) is not None:
             self._finish(job, self._outcome(job.values))
             del job  # this thread keeps no values while it waits
-        self._group = None
+        self._process_group = None
         for aborting in self._threads[1:]:  # until it has ended, the exit of Python has to wait
             aborting.join()
         atexit.unregister(self._end)
@@ -283,11 +283,11 @@ class CollectiveGroup:
 
     def _connect(self) -> None:
         """Make the process group if there is none yet. Blocks for its other members, at most `CONNECT_S`."""
-        if self._group is not None:
+        if self._process_group is not None:
             return
-        group = make_group(self.membership, self._timeout, self._closing)
+        process_group = make_process_group(self.membership, self._timeout, self._closing)
         with self._guard:
-            self._group = group
+            self._process_group = process_group
             if self._error is not None:
                 raise self._error
 
@@ -299,37 +299,39 @@ class CollectiveGroup:
         device = self.membership.device
         values = DeviceValues.empty(values, device) if isinstance(values, int) else values
         if values.ready is None:
-            self._group.broadcast([values.flat], options).wait(self._timeout)
+            self._process_group.broadcast([values.flat], options).wait(self._timeout)
             return values.flat
         module = torch.get_device_module(device)
         stream = module.Stream(device)  # not the thread's default one, for which the user's operations would wait
         stream.wait_event(values.ready)
         with module.stream(stream):
-            self._group.broadcast([values.flat], options).wait()
+            self._process_group.broadcast([values.flat], options).wait()
         until = time.monotonic() + self._timeout.total_seconds()
         while not stream.query():
             if time.monotonic() > until or self._closing.wait(QUERY_S):
                 raise TimeoutError(f"a transfer to {device} was not done within {self._timeout}")
         return values.flat
 
-    def _abort(self, group: Any) -> None:
+    def _abort(self, process_group: Any) -> None:
         """End operations under way. Gloo has no call for that, but closes all connections if an operation times out:
         receive what no member sends."""
         with contextlib.suppress(RuntimeError):
             if _backend(self.membership.device) != dist.Backend.GLOO:
-                group.abort()
+                process_group.abort()
                 return
         for rank in range(self.membership.size):
             if rank != self.membership.rank:
                 with contextlib.suppress(RuntimeError):
-                    group.recv([torch.empty(1, dtype=torch.uint8)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                    process_group.recv([torch.empty(1, dtype=torch.uint8)], rank, _UNUSED_TAG).wait(
+                        timedelta(milliseconds=1)
+                    )
 
 
 def _backend(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def make_group(membership: Membership, timeout: timedelta, closing: threading.Event) -> Any:
+def make_process_group(membership: Membership, timeout: timedelta, closing: threading.Event) -> Any:
     """Return a new process group of the device's backend, which needs no default group. Blocks for the other members,
     until `closing` is set. timeout: of transfers. RuntimeError if they do not connect; `OpenFilesError`; other errors
     of the backend."""
@@ -337,10 +339,10 @@ def make_group(membership: Membership, timeout: timedelta, closing: threading.Ev
         membership.server.serve()
     count = OF_A_GROUP + OF_A_MEMBER * membership.size
     with files_for(f"a process group of {membership.size} workers", count):
-        return _connected_group(membership, timeout, closing)
+        return _connected_process_group(membership, timeout, closing)
 
 
-def _connected_group(membership: Membership, timeout: timedelta, closing: threading.Event) -> Any:
+def _connected_process_group(membership: Membership, timeout: timedelta, closing: threading.Event) -> Any:
     host, port = split_address(membership.store)
     connect = min(timeout, timedelta(seconds=CONNECT_S))
     until = time.monotonic() + connect.total_seconds()
@@ -358,13 +360,15 @@ def _connected_group(membership: Membership, timeout: timedelta, closing: thread
     kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
     with _failures_reported:
         if kind is None:
-            group = _plugin_group(name, store, membership, timeout)
+            process_group = _plugin_process_group(name, store, membership, timeout)
         else:
-            group = kind(store, membership.rank, membership.size, _backend_options(kind, membership.options, timeout))
+            process_group = kind(
+                store, membership.rank, membership.size, _backend_options(kind, membership.options, timeout)
+            )
     # These backends would otherwise connect in the first operation.
-    if hasattr(group, "eager_connect_single_device"):
-        group.eager_connect_single_device(membership.device)
-    return group
+    if hasattr(process_group, "eager_connect_single_device"):
+        process_group.eager_connect_single_device(membership.device)
+    return process_group
 
 
 def _connected_store(host: str, port: int, until: float, closing: threading.Event) -> Any:
@@ -403,7 +407,7 @@ def _backend_options(kind: Any, options: CollectiveGroupOptions, timeout: timede
     return backend_options
 
 
-def _plugin_group(name: str, store: Any, membership: Membership, timeout: timedelta) -> Any:
+def _plugin_process_group(name: str, store: Any, membership: Membership, timeout: timedelta) -> Any:
     """Return a process group of a backend that a package registered with `torch.distributed`."""
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:

@@ -46,7 +46,7 @@ class Fetch:
     received_bytes: int = 0
     watch: int = 0
     requested: dict[int, int] = field(default_factory=dict)
-    group: CollectiveGroup | None = None
+    collective: CollectiveGroup | None = None
 
 
 class Fetches(dict[MessageId, Fetch]):
@@ -109,16 +109,19 @@ class Fetches(dict[MessageId, Fetch]):
         fetch = self.get((chunk.source, chunk.stream, chunk.number))
         if fetch is None or incarnations(fetch.arrival.post) != incarnations(chunk):
             return None  # the chunk of an earlier message
-        part = np.frombuffer(body, dtype=np.uint8)
-        end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)  # a duplicate: any size
-        if not part.size or end > fetch.staging.size or part.size != expected:
-            raise ValueError(f"malformed chunk of {part.size} bytes at {chunk.start} of {fetch.staging.size}")
+        received = np.frombuffer(body, dtype=np.uint8)
+        end, expected = (
+            chunk.start + received.size,
+            fetch.requested.get(chunk.start, received.size),
+        )  # a duplicate: any size
+        if not received.size or end > fetch.staging.size or received.size != expected:
+            raise ValueError(f"malformed chunk of {received.size} bytes at {chunk.start} of {fetch.staging.size}")
         if chunk.start not in fetch.requested:  # a duplicate: it came from both the relay and the source
             return None
         del fetch.requested[chunk.start]
-        fetch.staging[chunk.start : chunk.start + part.size] = part
-        fetch.received_bytes += part.size
-        self._relays.record_chunk(fetch.arrival.post, chunk.start, part.size)
+        fetch.staging[chunk.start : chunk.start + received.size] = received
+        fetch.received_bytes += received.size
+        self._relays.record_chunk(fetch.arrival.post, chunk.start, received.size)
         if fetch.received_bytes < fetch.staging.size:
             self.request_chunk(fetch)
             return None

@@ -31,7 +31,7 @@ from workers.messages.fetches import Fetch, Fetches, Reply
 from workers.messages.outgoing import Contact
 from workers.messages.relays import Relays, Schedule
 from workers.messages.shared_buffers import Mappings
-from workers.messages.transfers import Groups, TransferReceiver
+from workers.messages.transfers import Collectives, TransferReceiver
 from workers.messages.wire import CollectiveGroupOptions, Data, PostMessage, WantMessage
 
 _Q = TypeVar("_Q")
@@ -54,7 +54,7 @@ class Incoming:
         mappings: Mappings,
         pool: BufferPool,
         relays: Relays,
-        groups: Groups,
+        collectives: Collectives,
         *,
         reply: Reply,
         ask_relay: Callable[[wire.Relay, WantMessage], bool],
@@ -76,7 +76,7 @@ class Incoming:
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
         self.transfers = TransferReceiver(
-            groups, reply, lambda id: self._fetches.get(id), self._finish_fetch, self.fail
+            collectives, reply, lambda id: self._fetches.get(id), self._finish_fetch, self.fail
         )
         self._fetches = Fetches(
             pool,
@@ -302,8 +302,8 @@ class Incoming:
         fetch = self._fetches.get(arrival.id)
         if fetch is not None and fetch.posting is not None:
             fetch.posting.fail(error)
-        if fetch is not None and fetch.group is not None:
-            fetch.group.close(str(error))
+        if fetch is not None and fetch.collective is not None:
+            fetch.collective.close(str(error))
         arrival.lost = error
         self._refuse(arrival, error)
 

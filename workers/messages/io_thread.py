@@ -34,7 +34,7 @@ from workers.messages.outgoing import OutgoingMessages, Sending
 from workers.messages.relays import Backlog, Relays
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.snapshots import ValueSnapshot
-from workers.messages.transfers import Groups, TransferSource
+from workers.messages.transfers import Collectives, TransferSource
 from workers.messages.wire import Absent, Data, ForgetMessage, PostMessage, Pull, Relay, WantMessage
 from workers.transport.encoding import encode, error_of
 from workers.transport.links import LINGER_MS, Links
@@ -113,14 +113,14 @@ class IoThread:
         self._pool = BufferPool(KEEP_BYTES)
         self.host = resolve_host(host)
         self.outgoing = OutgoingMessages(self.name, self._transmit, self._released)
-        self._groups = Groups(self.host, road, lookup_s, call=self.call)
-        self.transfers = TransferSource(self.name, self.outgoing, slabs, self._groups, self._tell)
+        self._collectives = Collectives(self.host, road, lookup_s, call=self.call)
+        self.transfers = TransferSource(self.name, self.outgoing, slabs, self._collectives, self._tell)
         self.incoming = Incoming(
             self.name,
             mappings,
             self._pool,
             Relays(backlog, self._reply, self._timers.schedule),
-            self._groups,
+            self._collectives,
             reply=self._reply,
             ask_relay=self._ask_relay,
             schedule=self._timers.schedule,
@@ -207,7 +207,7 @@ class IoThread:
         self._ended = error = self._expelled_error or error  # from now on, callers of `call` run their own work
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
-        self._groups.close()
+        self._collectives.close()
         self._mappings.close()
         self._pool.drop()
         self._context.destroy(linger=LINGER_MS)
@@ -375,7 +375,7 @@ class IoThread:
     def _disconnect(self, name: str, peer: Peer) -> None:
         """Close the connection to a peer. The next operation looks the peer up again."""
         peer.state = PeerState.UNKNOWN
-        self._groups.end_with(name)
+        self._collectives.end_with(name)
         self._links.cut(name)
 
     def _fail_peer(self, name: str, error: Exception) -> None:

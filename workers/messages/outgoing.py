@@ -45,7 +45,7 @@ class Sending:
     future: Future[None] = field(default_factory=Future)
     number: int = -1
     kept: bool = False
-    group: CollectiveGroup | None = None
+    collective: CollectiveGroup | None = None
 
     def complete(self) -> None:
         if not self.future.done():

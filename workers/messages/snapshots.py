@@ -15,7 +15,7 @@ from workers.directory.address import WorkerAddress
 from workers.messages.collectives import DeviceValues, Road
 from workers.messages.relays import Backlog, Tree
 from workers.messages.shared_buffers import OwnSlab, Slabs
-from workers.messages.wire import Form, Place
+from workers.messages.wire import DeviceId, Form
 from workers.transport.pickling import Packed
 
 INLINE_BYTES = 64 << 10
@@ -54,7 +54,7 @@ class ValueSnapshot:
         self.on_device = on_device
         self.inline = zmq.Frame(inline, copy=True)
         self.tree: Tree | None = None
-        self.ready: list[tuple[Any, Place | None]] = []
+        self.ready: list[tuple[Any, DeviceId | None]] = []
         self.on_host: Future[OwnSlab] | None = None
         self.pending = receivers
         self._free = free
@@ -64,9 +64,9 @@ class ValueSnapshot:
             free(slab, False)
 
     @property
-    def offer(self) -> Place | None:
+    def offer(self) -> DeviceId | None:
         """The device from which receivers may take the values, None if these are in host memory."""
-        return None if self.on_device is None or self.slab is not None else self.on_device.place
+        return None if self.on_device is None or self.slab is not None else self.on_device.device_id
 
     def add_slab(self, slab: OwnSlab) -> bool:
         """Keep a slab to which the bytes on the device were copied. False if all receivers have released them."""

@@ -42,7 +42,7 @@ from workers.messages.collectives import (
     Membership,
     Outcome,
     Road,
-    place_of,
+    device_id_of,
 )
 from workers.messages.deliveries import MessageId
 from workers.messages.fetches import Fetch, Reply
@@ -51,11 +51,11 @@ from workers.messages.outgoing import OutgoingMessages, Sending
 from workers.messages.shared_buffers import OwnSlab, Slabs
 from workers.messages.snapshots import ValueSnapshot
 from workers.messages.wire import (
+    DeviceId,
     FailedMessage,
     ForReceiver,
     ForSender,
     HostValues,
-    Place,
     Ready,
     RefusedMessage,
     SharedMemory,
@@ -70,11 +70,11 @@ Tell = Callable[..., None]
 """Sends a message to a peer: its name, the class of the message, and its fields besides those of both ends."""
 
 
-class Groups:
+class Collectives:
     """The process groups of this worker, of both directions. host: at which other members reach this one; timeout_s: of
-    a transfer; call: calls a function in the I/O thread. `_groups`: by their members, device and options where this
-    worker sends, by name where it receives. A closed group is kept until the next one replaces it, or its sender is
-    lost: the transfers that its sender still announces fail."""
+    a transfer; call: calls a function in the I/O thread. `_collectives`: by their members, device and options where
+    this worker sends, by name where it receives. A closed group is kept until the next one replaces it,
+    or its sender is lost: the transfers that its sender still announces fail."""
 
     def __init__(self, host: str, road: Road, timeout_s: float, *, call: Callable[[Callable[[], None]], None]) -> None:
         self.host = host
@@ -82,10 +82,10 @@ class Groups:
         self.call = call
         self._store: StoreServer | None = None
         self._timeout_s = timeout_s
-        self._groups: dict[Hashable, CollectiveGroup] = {}
+        self._collectives: dict[Hashable, CollectiveGroup] = {}
 
     def find(self, key: Hashable) -> CollectiveGroup | None:
-        return self._groups.get(key)
+        return self._collectives.get(key)
 
     def store(self) -> StoreServer:
         """Return the store of the groups in which this worker sends, opened by the first call. OSError if it cannot be
@@ -95,27 +95,27 @@ class Groups:
         return self._store
 
     def open(self, key: Hashable, membership: Membership) -> CollectiveGroup:
-        group = self._groups[key] = CollectiveGroup(membership, self._timeout_s)
-        return group
+        collective = self._collectives[key] = CollectiveGroup(membership, self._timeout_s)
+        return collective
 
-    def run(self, group: CollectiveGroup, values: DeviceValues | int, done: Done) -> None:
+    def run(self, collective: CollectiveGroup, values: DeviceValues | int, done: Done) -> None:
         """Send values to the group, or receive this number of bytes. `done` gets the outcome, in the I/O thread."""
-        group.submit(values, lambda outcome: self.call(partial(done, outcome)))
+        collective.submit(values, lambda outcome: self.call(partial(done, outcome)))
 
     def end_with(self, peer: str) -> None:
         """Close all groups with a peer that is lost or restarted: their transfers fail."""
-        for key, group in list(self._groups.items()):
-            if peer in group.membership.peers:
-                del self._groups[key]
-                group.close(f"{peer} is gone or was restarted")
+        for key, collective in list(self._collectives.items()):
+            if peer in collective.membership.peers:
+                del self._collectives[key]
+                collective.close(f"{peer} is gone or was restarted")
 
     def close(self) -> None:
         """Close all groups, and wait for their threads, at most `JOIN_S`."""
         until = time.monotonic() + JOIN_S
-        for group in self._groups.values():
-            group.close("this worker ends")
-        for group in self._groups.values():
-            group.join(until - time.monotonic())
+        for collective in self._collectives.values():
+            collective.close("this worker ends")
+        for collective in self._collectives.values():
+            collective.join(until - time.monotonic())
         if self._store is not None:
             self._store.close()
 
@@ -128,13 +128,13 @@ class TransferSource:
         worker: str,
         outgoing: OutgoingMessages,
         slabs: Slabs,
-        groups: Groups,
+        collectives: Collectives,
         tell: Tell,
     ) -> None:
         self._worker = worker
         self._outgoing = outgoing
         self._slabs = slabs
-        self._groups = groups
+        self._collectives = collectives
         self._tell = tell
         self._prefix = f"{worker}/{uuid.uuid4().hex}"  # unlike that of an earlier process of this worker
         self._numbers = itertools.count(1)
@@ -147,67 +147,69 @@ class TransferSource:
             return
         snapshot = sending.snapshot
         values = sending.snapshot.on_device
-        snapshot.ready.append((sending, ready.place))
-        if ready.place is None:
+        snapshot.ready.append((sending, ready.device_id))
+        if ready.device_id is None:
             self._send_host(sending)
-        elif _same_device(ready.place, values.place):
-            self._share(sending, ready.place, values)
+        elif _same_device(ready.device_id, values.device_id):
+            self._share(sending, ready.device_id, values)
         self.begin_if_all_ready(snapshot)
 
     def begin_if_all_ready(self, snapshot: ValueSnapshot) -> None:
         """Begin the transfer if all receivers that have not failed are ready: to all together, or to each if some of
         them share a device."""
         values = snapshot.on_device
-        ready = [(sending, place) for sending, place in snapshot.ready if self._is_pending(sending)]
+        ready = [(sending, device_id) for sending, device_id in snapshot.ready if self._is_pending(sending)]
         if values is None or len(ready) < snapshot.pending:
             return
         snapshot.ready = []
         apart = [
-            (sending, place) for sending, place in ready if place is not None and not _same_device(place, values.place)
+            (sending, device_id)
+            for sending, device_id in ready
+            if device_id is not None and not _same_device(device_id, values.device_id)
         ]
         apart.sort(key=lambda each: each[0].to)
-        if len({place.uuid or sending.to for sending, place in apart}) == len(apart):
+        if len({device_id.uuid or sending.to for sending, device_id in apart}) == len(apart):
             together = [apart] if apart else []
         else:
             together = [[each] for each in apart]
         for members in together:
             self._begin(members, values)
 
-    def _begin(self, ready: list[tuple[Sending, Place]], values: DeviceValues) -> None:
+    def _begin(self, ready: list[tuple[Sending, DeviceId]], values: DeviceValues) -> None:
         """Begin one transfer to these receivers."""
         sendings = [sending for sending, _ in ready]
         try:
-            group = self._group_of(ready, values.flat.device)
+            collective = self._collective_of(ready, values.flat.device)
         except Exception as error:  # no file descriptor for the store, or no thread for the group
             self._fail_all(sendings, error)
             return
-        for rank, (sending, place) in enumerate(ready, 1):
-            sending.group = group
+        for rank, (sending, device_id) in enumerate(ready, 1):
+            sending.collective = collective
             self._tell(
                 sending.to,
                 Transfer,
                 stream=sending.stream,
                 number=sending.number,
-                group=group.name,
-                store=group.membership.store,
+                collective=collective.name,
+                store=collective.membership.store,
                 rank=rank,
-                size=group.membership.size,
-                device=place.device,
-                options=group.membership.options,
+                size=collective.membership.size,
+                device=device_id.device,
+                options=collective.membership.options,
                 nbytes=values.flat.numel(),
             )
-        self._groups.run(group, values, partial(self._done, group, sendings))
+        self._collectives.run(collective, values, partial(self._done, collective, sendings))
 
-    def _group_of(self, ready: list[tuple[Sending, Place]], device: torch.device) -> CollectiveGroup:
+    def _collective_of(self, ready: list[tuple[Sending, DeviceId]], device: torch.device) -> CollectiveGroup:
         """Return the group of this worker and these receivers, made on first contact and after a failure. OSError or
         RuntimeError if it cannot be made."""
         first = ready[0][0]
         options = self._outgoing.contact(first.to, first.stream, first.options).options
-        key = (tuple((each.to, place) for each, place in ready), device, options)
-        group = self._groups.find(key)
-        if group is not None and not group.closed:
-            return group
-        store = self._groups.store()
+        key = (tuple((each.to, device_id) for each, device_id in ready), device, options)
+        collective = self._collectives.find(key)
+        if collective is not None and not collective.closed:
+            return collective
+        store = self._collectives.store()
         membership = Membership(
             name=f"{self._prefix}/{next(self._numbers)}",
             store=store.address,
@@ -215,22 +217,22 @@ class TransferSource:
             size=1 + len(ready),
             device=device,
             options=options,
-            host=self._groups.host,
+            host=self._collectives.host,
             peers=frozenset(each.to for each, _ in ready),
             server=store,
         )
-        return self._groups.open(key, membership)
+        return self._collectives.open(key, membership)
 
-    def _done(self, group: CollectiveGroup, sendings: list[Sending], outcome: Outcome) -> None:
+    def _done(self, collective: CollectiveGroup, sendings: list[Sending], outcome: Outcome) -> None:
         if isinstance(outcome, Exception):
-            group.close(repr(outcome))
+            collective.close(repr(outcome))
             self._fail_all(sendings, outcome)
 
     def _fail_all(self, sendings: list[Sending], why: Exception) -> None:
         for sending in sendings:
             self.fail(sending.to, sending, DeviceTransferError(what=sending.what, why=repr(why)))
 
-    def _share(self, sending: Sending, place: Place, values: DeviceValues) -> None:
+    def _share(self, sending: Sending, device_id: DeviceId, values: DeviceValues) -> None:
         """Let a receiver on this worker's device copy the values."""
         try:
             memory = share(values)
@@ -242,7 +244,7 @@ class TransferSource:
             SharedValues,
             stream=sending.stream,
             number=sending.number,
-            device=place.device,
+            device=device_id.device,
             nbytes=values.flat.numel(),
             memory=memory,
         )
@@ -256,7 +258,9 @@ class TransferSource:
             args = (snapshot, snapshot.on_device, copied)
             threading.Thread(target=self._copy_to_host, args=args, name=name).start()
             snapshot.on_host = copied
-        snapshot.on_host.add_done_callback(lambda copied: self._groups.call(partial(self._tell_host, sending, copied)))
+        snapshot.on_host.add_done_callback(
+            lambda copied: self._collectives.call(partial(self._tell_host, sending, copied))
+        )
 
     def _copy_to_host(self, snapshot: ValueSnapshot, values: DeviceValues, copied: Future[OwnSlab]) -> None:
         """Copy values into a slab. In a thread of its own."""
@@ -287,8 +291,8 @@ class TransferSource:
     def handle_refusal(self, peer: str, refused: RefusedMessage) -> None:
         """Close the group of a message whose receiver failed in its transfer, which the other members wait for."""
         sending = self._outgoing.message_to_pull(peer, refused)
-        if sending is not None and sending.group is not None:
-            sending.group.close(f"{peer} reports {refused.error}: {refused.facts.get('why', '')}")
+        if sending is not None and sending.collective is not None:
+            sending.collective.close(f"{peer} reports {refused.error}: {refused.facts.get('why', '')}")
 
     def fail(self, peer: str, message: ForSender | Sending, error: DataPlaneError) -> None:
         """Fail a sent message, if its receiver has neither received nor refused it, at both ends."""
@@ -307,13 +311,13 @@ class TransferReceiver:
 
     def __init__(
         self,
-        groups: Groups,
+        collectives: Collectives,
         reply: Reply,
         find: Callable[[MessageId], Fetch | None],
         finish: Callable[[Fetch], None],
         fail: Callable[[ForReceiver, DataPlaneError], None],
     ) -> None:
-        self._groups = groups
+        self._collectives = collectives
         self._reply = reply
         self._find = find
         self._finish = finish
@@ -327,11 +331,15 @@ class TransferReceiver:
         post = arrival.post
         assert post.offer is not None, arrival.id
         assert posting is not None, arrival.id
-        device = self._groups.road.receiving_device(post.offer, posting.target, posting.device)
-        place = None if device is None else place_of(device)
-        if place is not None and _same_device(place, post.offer) and place.process == post.offer.process != "":
-            place = None
-        self._reply(arrival.route, Ready(stream=post.stream, number=post.number, place=place))
+        device = self._collectives.road.receiving_device(post.offer, posting.target, posting.device)
+        device_id = None if device is None else device_id_of(device)
+        if (
+            device_id is not None
+            and _same_device(device_id, post.offer)
+            and device_id.process == post.offer.process != ""
+        ):
+            device_id = None
+        self._reply(arrival.route, Ready(stream=post.stream, number=post.number, device_id=device_id))
 
     def begin(self, transfer: Transfer | SharedValues) -> None:
         """Take part in a transfer, also if the receive has given up: the other members wait for this one, or the sender
@@ -340,13 +348,13 @@ class TransferReceiver:
             name = f"tq-from-{transfer.source}"
             threading.Thread(target=self._copy_shared, args=(transfer,), name=name, daemon=True).start()
             return
-        group = self._groups.find(transfer.group)
-        if group is None:
-            group = self._groups.open(transfer.group, self._membership(transfer))
+        collective = self._collectives.find(transfer.collective)
+        if collective is None:
+            collective = self._collectives.open(transfer.collective, self._membership(transfer))
         fetch = self._find((transfer.source, transfer.stream, transfer.number))
         if fetch is not None:
-            fetch.group = group
-        self._groups.run(group, transfer.nbytes, partial(self._done, transfer, group))
+            fetch.collective = collective
+        self._collectives.run(collective, transfer.nbytes, partial(self._done, transfer, collective))
 
     def _copy_shared(self, shared: SharedValues) -> None:
         """Copy values from the sender's memory. In a thread of its own."""
@@ -355,25 +363,25 @@ class TransferReceiver:
             outcome = copy_of(shared.memory, shared.nbytes, torch.device(shared.device))
         except Exception as error:  # for example: the processes cannot see each other
             outcome = error
-        self._groups.call(partial(self._done, shared, None, outcome))
+        self._collectives.call(partial(self._done, shared, None, outcome))
 
     def _membership(self, transfer: Transfer) -> Membership:
         return Membership(
-            name=transfer.group,
+            name=transfer.collective,
             store=transfer.store,
             rank=transfer.rank,
             size=transfer.size,
             device=torch.device(transfer.device),
             options=transfer.options,
-            host=self._groups.host,
+            host=self._collectives.host,
             peers=frozenset([transfer.source]),
         )
 
-    def _done(self, transfer: Transfer | SharedValues, group: CollectiveGroup | None, outcome: Outcome) -> None:
+    def _done(self, transfer: Transfer | SharedValues, collective: CollectiveGroup | None, outcome: Outcome) -> None:
         """Complete a fetch with the received bytes, or fail its message."""
         if isinstance(outcome, Exception):
-            if group is not None:
-                group.close(repr(outcome))
+            if collective is not None:
+                collective.close(repr(outcome))
             what = f"receive of a message of {transfer.source}"
             self._fail(transfer, DeviceTransferError(what=what, why=repr(outcome)))
             return
@@ -385,7 +393,7 @@ class TransferReceiver:
         self._finish(fetch)
 
 
-def _same_device(a: Place, b: Place) -> bool:
+def _same_device(a: DeviceId, b: DeviceId) -> bool:
     return bool(a.uuid) and a.uuid == b.uuid
 
 

@@ -106,7 +106,7 @@ class Slab(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class DeviceId(msgspec.Struct, frozen=True, array_like=True):
     """A device. device: its name in its process, such as "cpu"; uuid: the same in all processes for one device, empty
     if it is not known and for the CPU; process: identifies the process, empty for the CPU."""
 
@@ -146,7 +146,7 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     serial: int
     relay: Relay | None
     passes_on: bool
-    offer: Place | None = None
+    offer: DeviceId | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError if the layout names bytes beyond those of the message, or if the slab is too small."""
@@ -239,12 +239,12 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A receive took a message with an offer. place: the device on which it receives, None if it has no such device:
+    """A receive took a message with an offer. device_id: where it receives, None if it has no such device:
     the values are sent through host memory."""
 
     stream: bytes
     number: int
-    place: Place | None
+    device_id: DeviceId | None
 
 
 class Transfer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -256,7 +256,7 @@ class Transfer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     source: str
     incarnation: int
     receiver: int
-    group: str
+    collective: str
     store: str
     rank: Annotated[int, msgspec.Meta(gt=0)]
     size: Annotated[int, msgspec.Meta(gt=1)]

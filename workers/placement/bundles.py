@@ -22,7 +22,7 @@ TiedBundles = tuple[int, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerPlace:
+class WorkerLocation:
     """The place of a worker in its group.
 
     rank: in the group; node, bundle: the worker uses bundle `bundle` of the cluster's node `node`; node_rank: the
@@ -67,17 +67,17 @@ def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
 
 
 def place_workers(
-    bundle_counts: Sequence[int], groups: Sequence[TiedBundles], *, spanning: bool = False
-) -> list[WorkerPlace]:
-    """Return the place of a worker for every bundle of `groups`, with ranks in their order.
+    bundle_counts: Sequence[int], tied_groups: Sequence[TiedBundles], *, spanning: bool = False
+) -> list[WorkerLocation]:
+    """Return the location of a worker for every bundle of `tied_groups`, with ranks in their order.
 
     spanning: bundle numbers of a group may continue from its node into the next ones: with 2 bundles on each node,
     (0, [1, 2]) is the second bundle of node 0 and the first of node 1. ValueError if there is no bundle, for an
     unknown node or bundle, and for an empty tied group.
     """
-    places: list[WorkerPlace] = []
+    locations: list[WorkerLocation] = []
     workers_on_node = [0] * len(bundle_counts)
-    for tied_group, (first_node, bundles) in enumerate(groups):
+    for tied_group, (first_node, bundles) in enumerate(tied_groups):
         if not 0 <= first_node < len(bundle_counts):
             raise ValueError(
                 f"bundle_indices_list names node {first_node}; the cluster has {len(bundle_counts)} nodes, counted "
@@ -87,9 +87,9 @@ def place_workers(
             raise ValueError(f"entry {tied_group} of bundle_indices_list has no bundles; name at least one")
         for tied_rank, named_bundle in enumerate(bundles):
             node, bundle = _find_bundle(bundle_counts, first_node, named_bundle, spanning)
-            places.append(
-                WorkerPlace(
-                    rank=len(places),
+            locations.append(
+                WorkerLocation(
+                    rank=len(locations),
                     node=node,
                     bundle=bundle,
                     node_rank=node,
@@ -100,11 +100,11 @@ def place_workers(
                 )
             )
             workers_on_node[node] += 1
-    if not places:
+    if not locations:
         raise ValueError(
             "a worker group needs at least one worker, but workers_per_node or bundle_indices_list selects no bundle"
         )
-    return places
+    return locations
 
 
 def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: int, spanning: bool) -> tuple[int, int]:
@@ -154,36 +154,36 @@ def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[
     return [sorted(bundles) for bundles in bundles_of]
 
 
-def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list[WorkerPlace]:
-    """Return `places`, with node ranks and local ranks counted by host if a node's workers are on several hosts.
+def counted_by_host(locations: Sequence[WorkerLocation], hosts: Sequence[str]) -> list[WorkerLocation]:
+    """Return `locations`, with node ranks and local ranks counted by host if a node's workers are on several hosts.
 
     hosts: the Ray node of each place. Then hosts count as the nodes, in the order of their first rank. Otherwise the
     places are returned unchanged.
     """
     hosts_of_node: dict[int, set[str]] = {}
-    for place, host in zip(places, hosts, strict=True):
-        hosts_of_node.setdefault(place.node, set()).add(host)
+    for location, host in zip(locations, hosts, strict=True):
+        hosts_of_node.setdefault(location.node, set()).add(host)
     if all(len(node_hosts) == 1 for node_hosts in hosts_of_node.values()):
-        return list(places)
+        return list(locations)
     node_ranks = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     workers_on_host = dict.fromkeys(hosts, 0)
     recounted = []
-    for place, host in zip(places, hosts, strict=True):
-        recounted.append(replace(place, node_rank=node_ranks[host], local_rank=workers_on_host[host]))
+    for location, host in zip(locations, hosts, strict=True):
+        recounted.append(replace(location, node_rank=node_ranks[host], local_rank=workers_on_host[host]))
         workers_on_host[host] += 1
     return recounted
 
 
 def rank_environment(
-    place: WorkerPlace, endpoints: Sequence[tuple[str, int]], master: tuple[str, int]
+    location: WorkerLocation, endpoints: Sequence[tuple[str, int]], master: tuple[str, int]
 ) -> dict[str, str]:
     """Return the variables that torch.distributed and worker classes read. endpoints: a free (address, port) per
     rank; master: (address, port) of MASTER_ADDR and MASTER_PORT."""
     values = (  # in the order of `RANK_VARIABLES`
-        place.rank,
-        place.local_rank,
+        location.rank,
+        location.local_rank,
         len(endpoints),
-        place.node_rank,
+        location.node_rank,
         *master,
         json.dumps([address for address, _ in endpoints]),
         json.dumps([port for _, port in endpoints]),

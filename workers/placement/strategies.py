@@ -83,14 +83,14 @@ class PackedPlacementStrategy:
                 "range"
             )
         # The accelerators of each worker. `stride` workers share a block of consecutive accelerators.
-        self._groups = [
+        self._hardware_ranks = [
             tuple(range(first + offset, first + offset + block, stride))
             for first in range(start_hardware_rank, end_hardware_rank + 1, block)
             for offset in range(stride)
         ]
 
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
-        return _on_accelerators(self._groups, cluster, isolate_accelerator)
+        return _on_accelerators(self._hardware_ranks, cluster, isolate_accelerator)
 
 
 class FlexiblePlacementStrategy:
@@ -101,19 +101,19 @@ class FlexiblePlacementStrategy:
     """
 
     def __init__(self, hardware_ranks_list: Sequence[Sequence[int]]) -> None:
-        groups = [tuple(sorted(ranks)) for ranks in hardware_ranks_list]
-        if not groups or not all(groups):
+        hardware_ranks = [tuple(sorted(ranks)) for ranks in hardware_ranks_list]
+        if not hardware_ranks or not all(hardware_ranks):
             raise ValueError(
                 f"hardware_ranks_list={hardware_ranks_list!r}: expected at least one list, each with at least one "
                 "accelerator"
             )
-        for ranks in groups:
+        for ranks in hardware_ranks:
             if len(set(ranks)) < len(ranks):
                 raise ValueError(f"hardware_ranks_list names an accelerator twice for one worker: {list(ranks)}")
-        self._groups = sorted(groups, key=lambda ranks: ranks[0])
+        self._hardware_ranks = sorted(hardware_ranks, key=lambda ranks: ranks[0])
 
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
-        return _on_accelerators(self._groups, cluster, isolate_accelerator)
+        return _on_accelerators(self._hardware_ranks, cluster, isolate_accelerator)
 
 
 class NodePlacementStrategy:
@@ -134,8 +134,10 @@ class NodePlacementStrategy:
         return _placements([(node, ()) for node in self._nodes], cluster, isolate=False)
 
 
-def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, isolate: bool) -> list[WorkerPlacement]:
-    """Return the placements. groups: the accelerators of each worker, as ascending numbers in the whole cluster.
+def _on_accelerators(
+    hardware_ranks: Sequence[tuple[int, ...]], cluster: Accelerators, isolate: bool
+) -> list[WorkerPlacement]:
+    """Return the placements. hardware_ranks: the accelerators of each worker, ascending, in the whole cluster.
     ValueError if an accelerator does not exist, or if those of one worker are on several nodes."""
     per_node = cluster.accelerators_per_node
     # (node, index on it) of each accelerator, by its number in the cluster.
@@ -143,7 +145,7 @@ def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, i
     if not all_accelerators:
         raise ValueError("the cluster has no accelerators; use NodePlacementStrategy to place workers by node")
     assigned = []
-    for owned in groups:  # ascending, so that the first and the last one bound the others
+    for owned in hardware_ranks:  # ascending, so that the first and the last one bound the others
         if not 0 <= owned[0] <= owned[-1] < len(all_accelerators):
             raise ValueError(
                 f"some of the accelerators {list(owned)} do not exist; the cluster has {len(all_accelerators)}, "

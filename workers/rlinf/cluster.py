@@ -91,9 +91,9 @@ def _read_num_nodes(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> in
                 "Remove it, or run on RLinf's own scheduler"
             )
     for name in UNUSED:
-        part = cluster_cfg.get(name)
-        disabled = isinstance(part, Mapping) and part.get("enabled", True) is False  # enabled by default
-        if part and not disabled:
+        section = cluster_cfg.get(name)
+        disabled = isinstance(section, Mapping) and section.get("enabled", True) is False  # enabled by default
+        if section and not disabled:
             log.warning("cluster.%s is ignored by this scheduler", name)
     configured = int(cluster_cfg["num_nodes"])
     if num_nodes not in (None, configured):
@@ -128,15 +128,15 @@ def parse_rank_config(
             raise ValueError("'all' cannot name processes, whose number is not known: write them as FIRST-LAST")
         return sorted(available_ranks)
     ranks: set[int] = set()
-    for part in filter(None, map(str.strip, text.split(","))):
-        first, _, last = part.partition("-")
+    for entry in filter(None, map(str.strip, text.split(","))):
+        first, _, last = entry.partition("-")
         try:
-            part_ranks = range(int(first), int(last or first) + 1)
+            entry_ranks = range(int(first), int(last or first) + 1)
         except ValueError:
-            raise ValueError(f"{part!r} in {text!r}: expected a {kind}, FIRST-LAST, or 'all'") from None
-        if not part_ranks:
-            raise ValueError(f"{part!r} in {text!r} names no {kind}: the last rank is below the first")
-        ranks.update(part_ranks)
+            raise ValueError(f"{entry!r} in {text!r}: expected a {kind}, FIRST-LAST, or 'all'") from None
+        if not entry_ranks:
+            raise ValueError(f"{entry!r} in {text!r} names no {kind}: the last rank is below the first")
+        ranks.update(entry_ranks)
     if not ranks:
         raise ValueError(f"{text!r} names no {kind}")
     if available_ranks is not None and not ranks <= set(available_ranks):

@@ -103,10 +103,10 @@ def _parse_value(value: Any) -> tuple[bool, str]:
     `placement` and `node_group`."""
     if not isinstance(value, Mapping):
         return False, str(value)
-    group = str(value.get("node_group") or NODE_GROUPS[0])
-    if group not in NODE_GROUPS:
-        raise ValueError(f"node_group={group!r} is not supported; expected {' or '.join(NODE_GROUPS)}")
-    return group == "node", str(value["placement"])
+    node_group = str(value.get("node_group") or NODE_GROUPS[0])
+    if node_group not in NODE_GROUPS:
+        raise ValueError(f"node_group={node_group!r} is not supported; expected {' or '.join(NODE_GROUPS)}")
+    return node_group == "node", str(value["placement"])
 
 
 def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
@@ -139,8 +139,8 @@ def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:
     rank_map: RankMap = {}
     used_resources: list[int] = []
     process_count = 0
-    for part in filter(None, map(str.strip, text.split(","))):
-        resource_text, _, process_text = part.partition(":")
+    for entry in filter(None, map(str.strip, text.split(","))):
+        resource_text, _, process_text = entry.partition(":")
         resources = parse_rank_config(resource_text, available, kind)
         if used_resources and resources[0] <= used_resources[-1]:
             raise ValueError(f"component_placement {text!r}: name each {kind} once, in ascending order")
@@ -152,7 +152,7 @@ def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:
             raise ValueError(f"component_placement {text!r}: processes must be numbered from 0 without gaps")
         if len(process_ranks) % len(resources) and len(resources) % len(process_ranks):
             raise ValueError(
-                f"component_placement {part!r}: {len(process_ranks)} processes cannot share {len(resources)} {kind}s "
+                f"component_placement {entry!r}: {len(process_ranks)} processes cannot share {len(resources)} {kind}s "
                 "evenly; one number must be a multiple of the other"
             )
         process_count += len(process_ranks)

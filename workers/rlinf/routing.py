@@ -4,10 +4,10 @@
 
 A batch of B rows is spread evenly over the ranks of the sender's group, in rank order, and is
 redistributed evenly over the ranks of the receiver's group. Two ranks that have rows in common
-exchange one part, under a key that both compute.
+exchange one slice, under a key that both compute.
 
-A decoupled exchange has no fixed pairs. It consists of parts of equal size, and any rank of the
-receivers takes the next one. Each part carries a route, "RANK_INDEX_MODE_TAG", which addresses its
+A decoupled exchange has no fixed pairs. It consists of slices of equal size, and any rank of the
+receivers takes the next one. Each slice carries a route, "RANK_INDEX_MODE_TAG", which addresses its
 answer.
 """
 
@@ -44,8 +44,8 @@ GROUP_WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RouteEntry:
-    """One part. peer_rank: rank of the other side, None for any rank; batch_size: rows of the part; batch_index: the
-    route of the part, None if it has none or if the receiver reads it from the part."""
+    """One slice. peer_rank: rank of the other side, None for any rank; batch_size: rows of the slice; batch_index: the
+    route of the slice, None if it has none or if the receiver reads it from the slice."""
 
     peer_rank: int | None
     batch_size: int
@@ -55,7 +55,7 @@ class RouteEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePlan:
-    """The parts that one rank sends or receives, in order."""
+    """The slices that one rank sends or receives, in order."""
 
     src_group_name: str
     dst_group_name: str
@@ -85,11 +85,11 @@ class CommMapper:
     def decoupled_get_batch_size(
         batch_size: int, src_world_size: int, dst_world_size: int, queue_size: int = 0
     ) -> list[int]:
-        """Return the number of rows of each part that one rank of the group of `src_world_size` ranks sends or
+        """Return the number of rows of each slice that one rank of the group of `src_world_size` ranks sends or
         receives in one call.
 
-        Each part has the rows of one rank of the larger group. A rank of the smaller group therefore has one part per
-        peer, a rank of the larger group has one part. queue_size: only so many parts, unless it is 0. ValueError for
+        Each slice has the rows of one rank of the larger group. A rank of the smaller group therefore has one slice per
+        peer, a rank of the larger group has one slice. queue_size: only so many slices, unless it is 0. ValueError for
         a `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
         larger_size = max(src_world_size, dst_world_size)
         if batch_size % larger_size:
@@ -100,7 +100,7 @@ class CommMapper:
         peers_per_rank = max(dst_world_size // src_world_size, 1)  # 1 for a rank of the larger group
         if queue_size > peers_per_rank:
             raise ValueError(
-                f"queue_size={queue_size}: expected at most {peers_per_rank}, the number of parts that one of "
+                f"queue_size={queue_size}: expected at most {peers_per_rank}, the number of slices that one of "
                 f"{src_world_size} ranks exchanges with {dst_world_size} ranks"
             )
         return [batch_size // larger_size] * (queue_size if queue_size > 0 else peers_per_rank)
@@ -146,11 +146,11 @@ def build_send_plan(
     route_key: Any = None,
     batch_size: int,
 ) -> RoutePlan:
-    """Return the parts that `src_rank` sends of a batch of `batch_size` rows. ValueError as
+    """Return the slices that `src_rank` sends of a batch of `batch_size` rows. ValueError as
     `CommMapper.get_dst_ranks`."""
     peers = CommMapper.get_dst_ranks(batch_size, src_world_size, dst_world_size, src_rank)
-    parts = [(src_rank, peer, peer, size) for peer, size in peers]
-    return _rank_plan(src_group_name, dst_group_name, tag, route_key, parts)
+    transfers = [(src_rank, peer, peer, size) for peer, size in peers]
+    return _rank_plan(src_group_name, dst_group_name, tag, route_key, transfers)
 
 
 def build_recv_plan(
@@ -164,11 +164,11 @@ def build_recv_plan(
     route_key: Any = None,
     batch_size: int,
 ) -> RoutePlan:
-    """Return the parts that `dst_rank` receives of a batch of `batch_size` rows. ValueError as
+    """Return the slices that `dst_rank` receives of a batch of `batch_size` rows. ValueError as
     `CommMapper.get_dst_ranks`."""
     peers = CommMapper.get_src_ranks(batch_size, src_world_size, dst_world_size, dst_rank)
-    parts = [(peer, dst_rank, peer, size) for peer, size in peers]
-    return _rank_plan(src_group_name, dst_group_name, tag, route_key, parts)
+    transfers = [(peer, dst_rank, peer, size) for peer, size in peers]
+    return _rank_plan(src_group_name, dst_group_name, tag, route_key, transfers)
 
 
 def _rank_plan(
@@ -176,16 +176,16 @@ def _rank_plan(
     dst_group_name: str,
     tag: str | None,
     route_key: Any,
-    parts: Sequence[tuple[int, int, int, int]],
+    transfers: Sequence[tuple[int, int, int, int]],
 ) -> RoutePlan:
-    """Return the plan of parts (sender's rank, receiver's rank, which of both is the peer, rows)."""
+    """Return the plan of slices (sender's rank, receiver's rank, which of both is the peer, rows)."""
     entries = [
         RouteEntry(
             peer_rank=peer,
             batch_size=size,
             key=build_route_channel_key(src_group_name, dst_group_name, src, dst, tag, route_key),
         )
-        for src, dst, peer, size in parts
+        for src, dst, peer, size in transfers
     ]
     return _plan(src_group_name, dst_group_name, tag, entries)
 
@@ -204,28 +204,28 @@ def decoupled_build_send_plan(
     tag_batch_router: Sequence[str] | None = None,
     send_queue_size: int = 0,
 ) -> RoutePlan:
-    """Return the parts that the rank `src_rank` puts for any rank of the receivers. `src_rank` and `mode` become part
-    of their routes. send_queue_size: the number of parts; 0: one per peer.
+    """Return the slices that the rank `src_rank` puts for any rank of the receivers. `src_rank` and `mode` become part
+    of their routes. send_queue_size: the number of slices; 0: one per peer.
 
-    With `tag_batch_router`, the routes of received parts, return instead the answers to the ranks that sent those
-    parts, under the routes of these. ValueError for fewer routes than parts."""
+    With `tag_batch_router`, the routes of received slices, return instead the answers to the ranks that sent those
+    slices, under the routes of these. ValueError for fewer routes than slices."""
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, send_queue_size)
     if tag_batch_router is not None and len(tag_batch_router) < len(sizes):
         raise ValueError(
-            f"tag {tag!r}: cannot send {len(sizes)} parts as answers, because only {len(tag_batch_router)} parts were "
-            "received"
+            f"tag {tag!r}: cannot send {len(sizes)} slices as answers, because only {len(tag_batch_router)} slices "
+            "were received"
         )
     entries = []
     for index, size in enumerate(sizes):
         answered_rank: int | None = None  # any rank of the receivers
-        part_tag = tag  # for an answer, the tag of the part that it answers
+        answered_tag = tag  # for an answer, the tag of the slice that it answers
         if tag_batch_router is None:
             route = f"{src_rank}_{index}_{mode}_{tag}"
         else:
             route = tag_batch_router[index]
-            answered_rank, _, _, part_tag = split_channel_message(route)
+            answered_rank, _, _, answered_tag = split_channel_message(route)
         key = build_route_channel_key(
-            src_group_name, dst_group_name, src_rank=None, dst_rank=answered_rank, tag=part_tag, route_key=route_key
+            src_group_name, dst_group_name, src_rank=None, dst_rank=answered_rank, tag=answered_tag, route_key=route_key
         )
         entries.append(RouteEntry(peer_rank=answered_rank, batch_size=size, key=key, batch_index=route))
     return _plan(src_group_name, dst_group_name, tag, entries)
@@ -243,11 +243,11 @@ def decoupled_build_recv_plan(
     batch_size: int,
     recv_queue_size: int = 0,
 ) -> RoutePlan:
-    """Return the parts that a rank of the group of `src_world_size` ranks receives: the answers for `recv_rank`, or
-    if that is None the next parts of any sender. All of them have the same channel key.
+    """Return the slices that a rank of the group of `src_world_size` ranks receives: the answers for `recv_rank`, or
+    if that is None the next slices of any sender. All of them have the same channel key.
 
     The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group. The group names
-    are those of the sender and the receiver. recv_queue_size: the number of parts; 0: one per peer.
+    are those of the sender and the receiver. recv_queue_size: the number of slices; 0: one per peer.
     """
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, recv_queue_size)
     key = build_route_channel_key(
@@ -272,8 +272,8 @@ def build_route_channel_key(
     tag: str | None,
     route_key: Any = None,
 ) -> RouteKey:
-    """Return the channel key of a part from one rank to another. A rank is None if any rank of the group may send or
-    receive the part. Both sides compute the same key, in which a `route_key` is its text."""
+    """Return the channel key of a slice from one rank to another. A rank is None if any rank of the group may send or
+    receive the slice. Both sides compute the same key, in which a `route_key` is its text."""
     if route_key is None:
         key_text = ""
     else:
@@ -296,10 +296,10 @@ def build_send_key(
 
 def split_channel_message(channel_message: str) -> tuple[int, int, str, str]:
     """Return rank, index, mode and tag of a route. ValueError for a string that is not a route."""
-    parts = channel_message.split("_", 3)  # only the tag may contain "_"
-    if len(parts) < 4:
+    words = channel_message.split("_", 3)  # only the tag may contain "_"
+    if len(words) < 4:
         raise ValueError(f"{channel_message!r} is not a route; expected the form RANK_INDEX_MODE_TAG")
-    return int(parts[0]), int(parts[1]), parts[2], parts[3]
+    return int(words[0]), int(words[1]), words[2], words[3]
 
 
 # --- batches
@@ -325,20 +325,21 @@ def get_batch_size(data: Any, infer_batch_size_fn: SizeOf | None = None) -> int:
 
 
 def split_batch(data: Any, split_sizes: Sequence[int]) -> list[Any]:
-    """Cut `data` into consecutive parts with the given row counts. Tensors, arrays and lists are cut. For a dict, each
-    value is cut, and the parts are dicts with the same keys. None, numbers and strings are repeated in every part.
+    """Cut `data` into consecutive slices with the given row counts. Tensors, arrays and lists are cut. For a dict, each
+    value is cut, and the slices are dicts with the same keys. None, numbers and strings are repeated in every slice.
     ValueError for other types, and for sizes whose sum differs from the rows."""
     if data is None or isinstance(data, bool | int | float | str):
         return [data for _ in split_sizes]
     if isinstance(data, Mapping):
-        parts_of = {name: split_batch(value, split_sizes) for name, value in data.items()}
-        return [{name: parts[index] for name, parts in parts_of.items()} for index in range(len(split_sizes))]
+        slices_by_name = {name: split_batch(value, split_sizes) for name, value in data.items()}
+        return [{name: slices[index] for name, slices in slices_by_name.items()} for index in range(len(split_sizes))]
     if not isinstance(data, Tensor | np.ndarray | list):
-        raise ValueError(f"cannot cut a {_kind(data)} into parts for the receivers; pass a split_fn that does it")
+        raise ValueError(f"cannot cut a {_kind(data)} into slices for the receivers; pass a split_fn that does it")
     rows = infer_batch_size(data)
     if rows != sum(split_sizes):
         raise ValueError(
-            f"cannot cut {rows} rows into parts of {list(split_sizes)} rows: the sums differ; pass the right batch_size"
+            f"cannot cut {rows} rows into slices of {list(split_sizes)} rows: the sums differ; "
+            "pass the right batch_size"
         )
     ends = np.cumsum(split_sizes).tolist()
     ranges = [slice(end - size, end) for size, end in zip(split_sizes, ends, strict=True)]
@@ -348,25 +349,25 @@ def split_batch(data: Any, split_sizes: Sequence[int]) -> list[Any]:
 
 
 def merge_batches(batches: Sequence[Any]) -> Any:
-    """Join parts that `split_batch` has cut. A value that `split_batch` repeated in every part is returned once.
-    ValueError for parts that cannot be joined, and for an empty list."""
+    """Join slices that `split_batch` has cut. A value that `split_batch` repeated in every slice is returned once.
+    ValueError for slices that cannot be joined, and for an empty list."""
     if not batches:
-        raise ValueError("merge_batches got an empty list; pass at least one part")
+        raise ValueError("merge_batches got an empty list; pass at least one slice")
     first = batches[0]
-    if len(batches) == 1 or all(part is None for part in batches):  # None was repeated in every part
+    if len(batches) == 1 or all(each is None for each in batches):  # None was repeated in every slice
         return first
-    if all(isinstance(part, Tensor) for part in batches):
+    if all(isinstance(each, Tensor) for each in batches):
         return torch.cat(list(batches))
-    if all(isinstance(part, np.ndarray) for part in batches):
+    if all(isinstance(each, np.ndarray) for each in batches):
         return np.concatenate(list(batches))
-    if all(isinstance(part, list) for part in batches):
-        return [item for part in batches for item in part]
-    if all(isinstance(part, Mapping) and part.keys() == first.keys() for part in batches):
-        return {name: merge_batches([part[name] for part in batches]) for name in first}
-    if isinstance(first, bool | int | float | str) and all(part == first for part in batches):
+    if all(isinstance(each, list) for each in batches):
+        return [item for each in batches for item in each]
+    if all(isinstance(each, Mapping) and each.keys() == first.keys() for each in batches):
+        return {name: merge_batches([each[name] for each in batches]) for name in first}
+    if isinstance(first, bool | int | float | str) and all(each == first for each in batches):
         return first
     raise ValueError(
-        f"cannot join parts of types {sorted({_kind(part) for part in batches})}; pass a merge_fn that does it"
+        f"cannot join slices of types {sorted({_kind(each) for each in batches})}; pass a merge_fn that does it"
     )
 
 
@@ -378,22 +379,24 @@ def _kind(value: Any) -> str:
 
 
 class AsyncRouteWork(AsyncWork[Any]):
-    """The handle of a batch whose parts are being sent or received.
+    """The handle of a batch whose slices are being sent or received.
 
-    works: one per part; finalize_fn: computes the result from the results of the parts, called once,
-    by the first reader of the result. Errors: the first of a part, in their order, once all have ended.
+    works: one per slice; finalize_fn: computes the result from the results of the slices, called once,
+    by the first reader of the result. Errors: the first of a slice, in their order, once all have ended.
     """
 
     def __init__(self, works: Sequence[AsyncWork[Any]], finalize_fn: Callable[[list[Any]], Any]) -> None:
-        parts = list(works)
-        all_parts = all_of(parts, f"a batch of {len(parts)} parts", None)
-        super().__init__(all_parts._future, all_parts._what, lambda _: finalize_fn([part.wait() for part in parts]))
+        handles = list(works)
+        all_handles = all_of(handles, f"a batch of {len(handles)} slices", None)
+        super().__init__(
+            all_handles._future, all_handles._what, lambda _: finalize_fn([handle.wait() for handle in handles])
+        )
 
 
 def get_group_world_size(manager_proxy: DirectoryClient, group_name: str) -> int:
     """Return the number of workers of a group. manager_proxy: a worker's `manager_proxy`. Wait up to
     `GROUP_WAIT_S` for its launch, then `NameNotFoundError`."""
-    size = manager_proxy.lookup_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]
+    size = manager_proxy.lookup_worker_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]
     assert isinstance(size, int)
     return size
 
@@ -402,7 +405,7 @@ class RoutingWorker(PlainWorker):
     """`workers.Worker` with RLinf's `send_to` and `recv_from`.
 
     A worker of a decoupled exchange has a dict `batch_router`: by tag, the routes of received and not
-    yet answered parts.
+    yet answered slices.
     """
 
     batch_router: dict[str, list[str]]
@@ -429,17 +432,17 @@ class RoutingWorker(PlainWorker):
         which call `recv_from`. All ranks of both groups take part.
 
         data: a tensor or array `[rows, ...]`, a list, or a dict of these; or any object
-        that `split_fn(data, rows)` cuts into parts with the given row counts. batch_size:
+        that `split_fn(data, rows)` cuts into slices with the given row counts. batch_size:
         rows of the whole batch; default: this rank's rows times the number of ranks. tag,
         route_key: must be the same in `recv_from`; with a `mode` (and without
         `decoupled_mode`) the tag there is "MODE_TAG". Parts go through `channel`, or with
         `enable_p2p` as messages with `options`. With `async_op` return a handle at once.
 
-        decoupled_mode: any rank of the other group may take a part, and its answer returns
-        to the rank that sent the part. The worker has a dict `batch_router`. If
-        `batch_router[tag]` is a list, this call sends answers to the parts that `recv_from`
-        received and empties the list. Otherwise it sends parts that are to be answered.
-        send_queue_size: the number of parts, instead of one per peer. Cannot be combined
+        decoupled_mode: any rank of the other group may take a slice, and its answer returns
+        to the rank that sent the slice. The worker has a dict `batch_router`. If
+        `batch_router[tag]` is a list, this call sends answers to the slices that `recv_from`
+        received and empties the list. Otherwise it sends slices that are to be answered.
+        send_queue_size: the number of slices, instead of one per peer. Cannot be combined
         with `enable_p2p`.
 
         ValueError for a batch that cannot be split, or not evenly; `NameNotFoundError` for
@@ -448,7 +451,7 @@ class RoutingWorker(PlainWorker):
         self._check_route(group_name, channel, enable_p2p, decoupled_mode)
         if batch_size is None:
             batch_size = infer_batch_size(data) * self._world_size
-        place: dict[str, Any] = {
+        ends: dict[str, Any] = {
             "src_group_name": self.worker_address.root_group_name,
             "dst_group_name": group_name,
             "src_world_size": self._world_size,
@@ -458,9 +461,9 @@ class RoutingWorker(PlainWorker):
         }
         if not decoupled_mode:
             sent_tag = tag if mode is None else f"{mode}_{tag}"
-            plan = build_send_plan(src_rank=self._rank, tag=sent_tag, **place)
+            plan = build_send_plan(src_rank=self._rank, tag=sent_tag, **ends)
         else:
-            # Without a list under the tag, this worker sends parts that are to be answered.
+            # Without a list under the tag, this worker sends slices that are to be answered.
             routes_to_answer = self.batch_router.get(str(tag))
             plan = decoupled_build_send_plan(
                 src_rank=self._rank,
@@ -468,29 +471,29 @@ class RoutingWorker(PlainWorker):
                 mode=mode,
                 tag_batch_router=routes_to_answer,
                 send_queue_size=send_queue_size,
-                **place,
+                **ends,
             )
-            # Only after the plan, which raises if there are fewer routes than parts.
+            # Only after the plan, which raises if there are fewer routes than slices.
             if routes_to_answer is not None:
                 self.batch_router[str(tag)] = []
         sizes = [entry.batch_size for entry in plan.entries]
-        parts = (split_fn or split_batch)(data, sizes)
-        if len(parts) != len(sizes):
+        slices = (split_fn or split_batch)(data, sizes)
+        if len(slices) != len(sizes):
             raise ValueError(
-                f"split_fn returned {len(parts)} parts for tag {tag!r}; expected {len(sizes)}, with {sizes} rows"
+                f"split_fn returned {len(slices)} slices for tag {tag!r}; expected {len(sizes)}, with {sizes} rows"
             )
         works = []
-        for entry, part in zip(plan.entries, parts, strict=True):
+        for entry, sent in zip(plan.entries, slices, strict=True):
             if enable_p2p:
                 assert entry.peer_rank is not None
-                work = self.send(part, group_name, entry.peer_rank, async_op=async_op, options=options)
+                work = self.send(sent, group_name, entry.peer_rank, async_op=async_op, options=options)
             else:
                 assert channel is not None
-                item = part
-                if decoupled_mode:  # the part carries its route, which addresses the answer
-                    item = {"batch_index": entry.batch_index, "batch": part}
+                item = sent
+                if decoupled_mode:  # the slice carries its route, which addresses the answer
+                    item = {"batch_index": entry.batch_index, "batch": sent}
                 work = channel.put(item, key=entry.key, async_op=async_op)
-            if work is not None:  # else the call has sent the part
+            if work is not None:  # else the call has sent the slice
                 works.append(work)
         return AsyncRouteWork(works, lambda _: None) if async_op else None
 
@@ -514,19 +517,19 @@ class RoutingWorker(PlainWorker):
         `batch_size` is the number of rows of the whole batch, as in `send_to`, and
         required here. With `async_op` return a handle.
 
-        `merge_fn(parts)` joins the parts; the default joins tensors and arrays along their
-        first dimension, lists, and dicts value by value. `infer_batch_size_fn(part)`
-        returns the number of rows of a part, for the check. decoupled_mode: see `send_to`.
-        If `batch_router` has a list under the tag of the received parts, their routes are
-        appended to it. Otherwise the parts are answers, returned in the order in which this
-        rank sent the parts that they answer. recv_queue_size: the number of parts, instead
-        of one per peer. ValueError for a part whose row count differs from the plan; errors
+        `merge_fn(slices)` joins the slices; the default joins tensors and arrays along their
+        first dimension, lists, and dicts value by value. `infer_batch_size_fn(slice)`
+        returns the number of rows of a slice, for the check. decoupled_mode: see `send_to`.
+        If `batch_router` has a list under the tag of the received slices, their routes are
+        appended to it. Otherwise the slices are answers, returned in the order in which this
+        rank sent the slices that they answer. recv_queue_size: the number of slices, instead
+        of one per peer. ValueError for a slice whose row count differs from the plan; errors
         of `send_to`; errors of `Channel.get` or `recv`.
         """
         self._check_route(group_name, channel, enable_p2p, decoupled_mode)
         if batch_size is None:
             raise ValueError(f"recv_from({group_name!r}) needs batch_size, the number of rows of the whole batch")
-        place: dict[str, Any] = {
+        ends: dict[str, Any] = {
             "src_group_name": group_name,
             "dst_group_name": self.worker_address.root_group_name,
             "tag": tag,
@@ -539,10 +542,10 @@ class RoutingWorker(PlainWorker):
                 dst_rank=self._rank,
                 src_world_size=peer_world_size,
                 dst_world_size=self._world_size,
-                **place,
+                **ends,
             )
         else:
-            # A list of routes under the tag shows that this worker answers parts, so it takes those
+            # A list of routes under the tag shows that this worker answers slices, so it takes those
             # of any sender. `src` of the world sizes is this worker's group.
             answers = str(tag) in self.batch_router
             plan = decoupled_build_recv_plan(
@@ -550,23 +553,23 @@ class RoutingWorker(PlainWorker):
                 src_world_size=self._world_size,
                 dst_world_size=peer_world_size,
                 recv_queue_size=recv_queue_size,
-                **place,
+                **ends,
             )
 
-        def finish(parts: list[Any]) -> Any:
-            """Check the row counts of the received parts and join them."""
-            if decoupled_mode:  # parts carry their routes, and all have equal sizes
-                parts = self._unwrap_parts(parts)
-            for part, entry in zip(parts, plan.entries, strict=True):
-                rows = get_batch_size(part, infer_batch_size_fn)
+        def finish(slices: list[Any]) -> Any:
+            """Check the row counts of the received slices and join them."""
+            if decoupled_mode:  # slices carry their routes, and all have equal sizes
+                slices = self._unwrap_slices(slices)
+            for received, entry in zip(slices, plan.entries, strict=True):
+                rows = get_batch_size(received, infer_batch_size_fn)
                 if rows != entry.batch_size:
                     raise ValueError(
-                        f"a part with tag {tag!r} from group {group_name!r} has {rows} rows; "
+                        f"a slice with tag {tag!r} from group {group_name!r} has {rows} rows; "
                         f"batch_size={batch_size} requires {entry.batch_size}"
                     )
-            return (merge_fn or merge_batches)(parts)
+            return (merge_fn or merge_batches)(slices)
 
-        # All requests start at once, so that parts are received in any order.
+        # All requests start at once, so that slices are received in any order.
         works: list[AsyncWork[Any]] = []
         for entry in plan.entries:
             if enable_p2p:
@@ -585,7 +588,7 @@ class RoutingWorker(PlainWorker):
             raise ValueError(f"no connection to group {group_name!r} was chosen: pass a channel, or enable_p2p=True")
         if enable_p2p and decoupled:
             raise ValueError(
-                "enable_p2p=True cannot be combined with decoupled_mode=True, whose parts have no "
+                "enable_p2p=True cannot be combined with decoupled_mode=True, whose slices have no "
                 "fixed receiver; pass a channel instead"
             )
         if decoupled and getattr(self, "batch_router", None) is None:
@@ -593,11 +596,11 @@ class RoutingWorker(PlainWorker):
                 "decoupled_mode=True: the worker has no `batch_router`; set it to a dict, which may be empty"
             )
 
-    def _unwrap_parts(self, items: list[Any]) -> list[Any]:
-        """Return the parts of a decoupled exchange without their routes.
+    def _unwrap_slices(self, items: list[Any]) -> list[Any]:
+        """Return the slices of a decoupled exchange without their routes.
 
-        If `batch_router` has a list under the tag of the parts, they need answers: append their
-        routes to the list. Otherwise they are answers: return them in the order of the parts that
+        If `batch_router` has a list under the tag of the slices, they need answers: append their
+        routes to the list. Otherwise they are answers: return them in the order of the slices that
         they answer.
         """
         routes = [split_channel_message(item["batch_index"]) for item in items]

@@ -44,7 +44,7 @@ from dataplane.data.row_parts import Inner, Tokens
 from dataplane.errors import InvalidRequestError
 from dataplane.training.data_loader import Form, MicroBatch, Take
 from workers.placement.sharding import DATA_PARALLEL_AXIS, REPLICATED_AXES, NamedSharding
-from workers.training.replica_group import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
+from workers.training.replica_group import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, RankFetch, ReplicaGroup
 from workers.training.stages import IS_REPLICA_LEADER, Stage, packing_arguments, rows_per_batch, stage_of
 
 TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
@@ -158,8 +158,8 @@ class SharedStream:
             meta = columns.pop(_META, None)
             return None if meta is None else MicroBatch(form(columns, meta), meta)
 
-        part = FetchedPart(leads=lambda: self._leads, digest=lambda: self._digest, read=read)
-        return self._replicas.fetch(part, "leader_broadcast", finish)
+        rank_fetch = RankFetch(leads=lambda: self._leads, digest=lambda: self._digest, read=read)
+        return self._replicas.fetch(rank_fetch, "leader_broadcast", finish)
 
 
 def _cut_at_pad_length(tokens: Tokens | None, pad_length: int, meta: KVBatchMeta) -> Tokens | None:
@@ -186,8 +186,8 @@ def _meta_digest(meta: KVBatchMeta, form: str) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     # Each text is preceded by its length, and "" separates fields from samples: different lists
     # give different bytes.
-    for part in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
-        data = part.encode()
+    for text in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
+        data = text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     for array in meta.handles or ():
         digest.update(array.tobytes())
@@ -308,14 +308,14 @@ class TQWorkerMixin:
         """
         if fetch_policy not in POLICIES:
             raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")
-        in_parts = tokens is not None or inner is not None
-        if fetch_policy == "leader_broadcast" and in_parts:
+        row_parts = tokens is not None or inner is not None
+        if fetch_policy == "leader_broadcast" and row_parts:
             raise ValueError(
                 "fetch_policy='leader_broadcast' sends whole rows, but tokens= or inner= asks for a part: use 'auto'"
             )
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
             raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave None")
-        policy: FetchPolicy = "independent" if in_parts else fetch_policy
+        policy: FetchPolicy = "independent" if row_parts else fetch_policy
         replicas = self._current_replica_group()
 
         def pad_length() -> int:
@@ -353,21 +353,21 @@ class TQWorkerMixin:
             )
             return prepared(batch)
 
-        part = FetchedPart(
+        rank_fetch = RankFetch(
             leads=self._is_replica_leader,
             digest=lambda: _meta_digest(meta, f"{layout} {pad_length()}"),
             read=read,
         )
-        return replicas.fetch(part, policy, finish)
+        return replicas.fetch(rank_fetch, policy, finish)
 
     def _current_replica_group(self) -> ReplicaGroup | None:
         """Return the `ReplicaGroup` of the host's current process group, or None without siblings. It is kept in
         `_replicas` and made again when the host has a new process group."""
-        group = self._get_replica_group()
-        if group is None:
+        process_group = self._get_replica_group()
+        if process_group is None:
             return None
-        if self._replicas is None or self._replicas.group is not group:
-            self._replicas = ReplicaGroup(group, timeout_s=self.fetch_timeout_s)
+        if self._replicas is None or self._replicas.process_group is not process_group:
+            self._replicas = ReplicaGroup(process_group, timeout_s=self.fetch_timeout_s)
         self._replicas.timeout_s = self.fetch_timeout_s  # the host may have changed it
         return self._replicas if self._replicas.size > 1 else None
 
@@ -405,7 +405,7 @@ class TQWorkerMixin:
             # Siblings with other arguments get another digest, so the first fetch raises on all.
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
-                ReplicaGroup(replicas.group, timeout_s=timeout_s + fetch_timeout_s),  # claim and fetch
+                ReplicaGroup(replicas.process_group, timeout_s=timeout_s + fetch_timeout_s),  # claim and fetch
                 leads=self._is_replica_leader(),
                 digest=hashlib.blake2b(arguments.encode(), digest_size=16).digest(),
             )

@@ -101,8 +101,8 @@ class Timed:
         self._prefix = prefix
         self.submit = submit
 
-    def __call__(self, part: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self._timer is None else self._timer.time(f"{self._prefix}/{part}")
+    def __call__(self, stage: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._timer is None else self._timer.time(f"{self._prefix}/{stage}")
 
 
 class TQPolicy:
@@ -471,8 +471,8 @@ class TQPolicy:
             metas, _ = shard_meta_for_dp(meta, dp_world=dp_world, batch_size=batch_size, **arguments)
             if batch_size is not None:
                 counts = [batch_size // dp_world] * (meta.size // batch_size)  # a rank's samples of each global batch
-                for part in metas:  # those with micro-batches have their counts already
-                    part.extra_info.setdefault(ELEM_COUNTS_PER_GB, list(counts))
+                for meta in metas:  # those with micro-batches have their counts already
+                    meta.extra_info.setdefault(ELEM_COUNTS_PER_GB, list(counts))
             return metas
 
     def _call(

@@ -90,8 +90,8 @@ class Deadline:
 
 
 @dataclass(frozen=True)
-class FetchedPart:
-    """A rank's part in a fetch. If one of these functions raises, every rank of the group raises
+class RankFetch:
+    """What a rank contributes to a fetch. If one of these functions raises, every rank of the group raises
     that error.
 
     leads: whether this rank is the leader. digest: 16 bytes, equal for equal metas. read: returns
@@ -142,17 +142,17 @@ class _Record:
 class ReplicaGroup:
     """Fetch as one rank of a replica group. Not thread-safe, like the process group.
 
-    group: a torch.distributed process group, whose own timeout stays as it is. Ranks here are ranks
+    process_group: a torch.distributed process group, whose own timeout stays as it is. Ranks here are ranks
     within it. timeout_s: timeout of each fetch. After a timeout or the loss of a rank the group is
     unusable: with Gloo, every later collective fails at once on every rank. Create a new process
     group for the workers.
     """
 
-    def __init__(self, group: Any, *, timeout_s: float | None = FETCH_TIMEOUT_S) -> None:
-        self.group = group
+    def __init__(self, process_group: Any, *, timeout_s: float | None = FETCH_TIMEOUT_S) -> None:
+        self.process_group = process_group
         self.timeout_s = timeout_s
-        self.rank: int = group.rank()
-        self.size: int = group.size()
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
         self._agreed: str | None = None
         """The policy of the last successful call; None after a failure."""
 
@@ -160,7 +160,7 @@ class ReplicaGroup:
     def device(self) -> torch.device:
         """The device for the buffers of the group's backend: this process's current accelerator for
         NCCL, HCCL and the like, otherwise the CPU."""
-        return devices.group_device(self.group)
+        return devices.process_group_device(self.process_group)
 
     @property
     def gpu(self) -> torch.device | None:
@@ -189,7 +189,7 @@ class ReplicaGroup:
         self._check(self._exchange(record, error, Deadline(self.timeout_s)))
         self._agreed = policy
 
-    def fetch(self, part: FetchedPart, policy: str, finish: Callable[[BatchedDataDict[Any]], T]) -> T:
+    def fetch(self, rank_fetch: RankFetch, policy: str, finish: Callable[[BatchedDataDict[Any]], T]) -> T:
         """Call `finish` with the leader's columns on every rank and return its result, or raise on
         every rank.
 
@@ -203,9 +203,9 @@ class ReplicaGroup:
         flat = None
         error = None
         try:
-            record = replace(record, leads=part.leads(), digest=part.digest())
+            record = replace(record, leads=rank_fetch.leads(), digest=rank_fetch.digest())
             if record.leads:
-                flat, layout_bytes = pack_columns(part.read(), self.device)
+                flat, layout_bytes = pack_columns(rank_fetch.read(), self.device)
                 record = replace(record, message_bytes=flat.numel(), layout_bytes=layout_bytes)
         except Exception as caught:
             error = caught
@@ -233,7 +233,7 @@ class ReplicaGroup:
         own = self._buffer(record.encode())
         gathered = [torch.empty_like(own) for _ in range(self.size)]
         with self._named_errors(deadline):
-            work: Any = dist.all_gather(gathered, own, group=self.group, async_op=True)
+            work: Any = dist.all_gather(gathered, own, group=self.process_group, async_op=True)
             work.wait(deadline.left)
         records = [_Record.decode(_bytes(data)) for data in gathered]
         first = next((rank for rank, each in enumerate(records) if each.failed), None)
@@ -256,7 +256,7 @@ class ReplicaGroup:
         rank."""
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device) if mine is None else mine
         with self._named_errors(deadline):
-            work: Any = dist.broadcast(flat, group_src=root, group=self.group, async_op=True)
+            work: Any = dist.broadcast(flat, group_src=root, group=self.process_group, async_op=True)
             work.wait(deadline.left)
         return flat
 
@@ -294,7 +294,7 @@ class ReplicaGroup:
             if sibling != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
                 with suppress(RuntimeError):
-                    receive = self.group.recv([nothing], sibling, _UNUSED_TAG)
+                    receive = self.process_group.recv([nothing], sibling, _UNUSED_TAG)
                     receive.wait(timedelta(milliseconds=1))
 
     def _check(self, records: Sequence[_Record]) -> int:
@@ -330,7 +330,7 @@ class ReplicaGroup:
 
     def _name(self, rank: int) -> str:
         """Return a description of a rank for messages, with its global rank."""
-        return f"rank {rank} (global rank {dist.get_global_rank(self.group, rank)})"
+        return f"rank {rank} (global rank {dist.get_global_rank(self.process_group, rank)})"
 
 
 class _Jagged(NamedTuple):
@@ -431,5 +431,5 @@ def _broadcast_batched_data_dict(
         return data
 
     # With `src` as the digest, ranks that pass different `src` raise.
-    part = FetchedPart(leads=leads, digest=lambda: src.to_bytes(16, "little"), read=read)
-    return ReplicaGroup(group).fetch(part, "leader_broadcast", lambda batch: batch)
+    rank_fetch = RankFetch(leads=leads, digest=lambda: src.to_bytes(16, "little"), read=read)
+    return ReplicaGroup(group).fetch(rank_fetch, "leader_broadcast", lambda batch: batch)

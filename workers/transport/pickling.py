@@ -69,12 +69,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Packed:
-    """The result of `pack`. skeleton: empty for a single tensor; parts: one per segment, a tensor of any strides and
+    """The result of `pack`. skeleton: empty for a single tensor; blocks: one per segment, a tensor of any strides and
     device or a buffer. Parts share memory with the object, so the values are those at the time of `write` or `runs`."""
 
     skeleton: bytes
     layout: Layout
-    parts: Sequence[Tensor | memoryview]
+    blocks: Sequence[Tensor | memoryview]
 
     @property
     def nbytes(self) -> int:
@@ -84,33 +84,33 @@ class Packed:
     def write(self, memory: Bytes) -> None:
         """Copy everything into `memory`, [at least nbytes]. Blocks until all is copied, also from an accelerator."""
         memory[self.layout.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
-        for segment, part in zip(self.layout.segments, self.parts, strict=True):
+        for segment, block in zip(self.layout.segments, self.blocks, strict=True):
             if segment.nbytes == 0:
                 continue
             run = _segment_bytes(memory, segment)
-            if isinstance(part, Tensor):
-                _copy_values(part, torch.from_numpy(run))
+            if isinstance(block, Tensor):
+                _copy_values(block, torch.from_numpy(run))
             else:
-                np.copyto(run, np.frombuffer(part, np.uint8))
+                np.copyto(run, np.frombuffer(block, np.uint8))
 
     def write_tensors(self, flat: Tensor) -> None:
         """Copy the parts, which are tensors, into `flat`, uint8 [at least skeleton_from], on their device. Does not
         wait for the device."""
-        for segment, part in zip(self.layout.segments, self.parts, strict=True):
-            assert isinstance(part, Tensor), segment
+        for segment, block in zip(self.layout.segments, self.blocks, strict=True):
+            assert isinstance(block, Tensor), segment
             if segment.nbytes:
-                _copy_values(part, flat[segment.start : segment.start + segment.nbytes])
+                _copy_values(block, flat[segment.start : segment.start + segment.nbytes])
 
     def write_flat(self, flat: Tensor) -> None:
         """Copy everything into `flat`, uint8 [at least nbytes], on any device. Blocks only for the
         CPU's part."""
-        for segment, part in zip(self.layout.segments, self.parts, strict=True):
+        for segment, block in zip(self.layout.segments, self.blocks, strict=True):
             run = flat[segment.start : segment.start + segment.nbytes]
-            if isinstance(part, Tensor):
+            if isinstance(block, Tensor):
                 if segment.nbytes:
-                    _copy_values(part, run)
+                    _copy_values(block, run)
             else:
-                run.copy_(tensor_from_numpy(np.frombuffer(part, np.uint8)))
+                run.copy_(tensor_from_numpy(np.frombuffer(block, np.uint8)))
         skeleton = tensor_from_numpy(np.frombuffer(self.skeleton, np.uint8))
         flat[self.layout.skeleton_from : self.nbytes].copy_(skeleton)
 
@@ -119,9 +119,9 @@ class Packed:
         are copied."""
         buffers = []
         end = 0
-        for segment, part in zip(self.layout.segments, self.parts, strict=True):
+        for segment, block in zip(self.layout.segments, self.blocks, strict=True):
             buffers.append(_PADDING[: segment.start - end])  # the gap before the aligned start
-            buffers.append(_bytes_of(part) if isinstance(part, Tensor) else part)
+            buffers.append(_bytes_of(block) if isinstance(block, Tensor) else block)
             end = segment.start + segment.nbytes
         return [*buffers, memoryview(self.skeleton)]
 
@@ -152,8 +152,8 @@ def pack(value: Any, what: str | None = None) -> Packed:
     except Exception as error:
         description = what or f"an object of type {type(value).__name__}"
         raise NotSerializableError(what=description, why=f"{type(error).__name__}: {error}") from error
-    parts: list[Tensor | memoryview] = [*pickler.tensors, *buffers]
-    return _lay_out(file.getvalue(), parts)
+    blocks: list[Tensor | memoryview] = [*pickler.tensors, *buffers]
+    return _lay_out(file.getvalue(), blocks)
 
 
 def pack_tensor(tensor: Tensor) -> Packed:
@@ -283,20 +283,20 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
         devices.current_stream(device).synchronize()
 
 
-def _lay_out(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
+def _lay_out(skeleton: bytes, blocks: Sequence[Tensor | memoryview]) -> Packed:
     """Place the parts one after another, each aligned to `ALIGN_BYTES`, and the skeleton after them."""
     segments = []
     end = 0
-    for part in parts:
+    for block in blocks:
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES  # rounded up
-        if isinstance(part, Tensor):
-            nbytes = part.numel() * part.element_size()
-            segments.append(Segment(start, nbytes, str(part.dtype), tuple(part.shape), not part.is_cpu))
+        if isinstance(block, Tensor):
+            nbytes = block.numel() * block.element_size()
+            segments.append(Segment(start, nbytes, str(block.dtype), tuple(block.shape), not block.is_cpu))
         else:
-            nbytes = part.nbytes
+            nbytes = block.nbytes
             segments.append(Segment(start, nbytes))
         end = start + nbytes
-    return Packed(skeleton, Layout(tuple(segments), end, end + len(skeleton)), parts)
+    return Packed(skeleton, Layout(tuple(segments), end, end + len(skeleton)), blocks)
 
 
 def _segment_bytes(memory: Bytes, segment: Segment) -> Bytes:

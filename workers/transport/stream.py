@@ -40,10 +40,10 @@ class Endpoint:
     @classmethod
     def parse(cls, text: str) -> Endpoint:
         """Parse an endpoint. ValueError if the text is malformed."""
-        parts = text.split(" ")
-        if len(parts) != 4:
+        words = text.split(" ")
+        if len(words) != 4:
             raise ValueError("not the endpoint of a server: expected host, name, address and token separated by spaces")
-        return cls(host=parts[0], name=parts[1], address=parts[2], token=parts[3])
+        return cls(host=words[0], name=words[1], address=words[2], token=words[3])
 
 
 class StreamSilentError(TimeoutError):
@@ -95,10 +95,10 @@ class Stream:
                 raise
         return cls(socket.create_connection(split_address(endpoint.address), within_s))
 
-    def send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
-        """Send all of `parts`. Raises `StreamSilentError` at the time `until`, or after `SILENT_S`
+    def send(self, buffers: Sequence[bytes | memoryview], until: float) -> None:
+        """Send all of `buffers`. Raises `StreamSilentError` at the time `until`, or after `SILENT_S`
         without progress if that is later; the stream cannot be used afterwards."""
-        pending = deque([memoryview(part) for part in parts if len(part)])
+        pending = deque([memoryview(buffer) for buffer in buffers if len(buffer)])
         while pending:
             try:
                 send_some(self.sock, pending)
@@ -176,10 +176,10 @@ class Stream:
         """Read `nbytes` bytes of the last message's payload and drop them. until: as in `receive_into`."""
         scratch = memoryview(bytearray(min(nbytes, READ_BYTES)))
         while nbytes:
-            part = scratch[:nbytes]
-            self.receive_into(part, until)
+            window = scratch[:nbytes]
+            self.receive_into(window, until)
             until = max(until, time.monotonic() + SILENT_S)  # as in `receive_into`, which extends only its own
-            nbytes -= len(part)
+            nbytes -= len(window)
 
     def wait(self, until: float) -> None:
         """Wait until data can be read. Raises `StreamSilentError` at `until`."""

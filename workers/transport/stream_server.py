@@ -266,11 +266,11 @@ class StreamServer:
 
     # --- out
 
-    def send(self, ident: int, parts: Sequence[bytes | memoryview]) -> None:
+    def send(self, ident: int, buffers: Sequence[bytes | memoryview]) -> None:
         """Queue the message for the open connection `ident` and send as much as the socket takes now. Never blocks."""
         connection = self._connections[ident]
         was_blocked = bool(connection.out)
-        connection.out.extend(map(memoryview, parts))
+        connection.out.extend(map(memoryview, buffers))
         if not was_blocked:  # else `_serve` sends when the socket takes more
             self._flush(connection)
 

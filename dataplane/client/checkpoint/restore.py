@@ -67,8 +67,8 @@ def restore(
     replace: bool = False,
 ) -> Operation[CheckpointInfo]:
     """See `DataPlaneClient.restore`."""
-    place = manifest.resolved(path)
-    directory: Path = yield Work(partial(manifest.current, place))
+    resolved = manifest.resolved(path)
+    directory: Path = yield Work(partial(manifest.current, resolved))
     content: Manifest = yield Work(partial(manifest.read, directory))
     entries = _selected(content, partitions)
     for file in content.files:

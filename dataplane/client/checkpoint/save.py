@@ -82,11 +82,11 @@ def checkpoint(
 ) -> Operation[CheckpointInfo]:
     """See `DataPlaneClient.checkpoint`."""
     names = selected_names(partitions)
-    place = Place(path)
+    staged = StagedCheckpoint(path)
     try:
-        yield Work(place.prepare)
+        yield Work(staged.prepare)
         saved = yield Send(c.Save(partitions=names))
-        writer = _Writer(session_state, place, saved.number)
+        writer = _Writer(session_state, staged, saved.number)
         try:
             failpoint("checkpoint.saved")
             entries = []
@@ -100,9 +100,9 @@ def checkpoint(
             yield Post(c.Release(located=saved.number))
             raise
         content = Manifest(package=manifest.package(), partitions=tuple(entries), files=tuple(writer.files))
-        yield Work(partial(place.publish, content))
+        yield Work(partial(staged.publish, content))
     except BaseException:
-        yield Work(place.abandon)
+        yield Work(staged.abandon)
         raise
     return manifest.info(path, content, content.partitions)
 
@@ -122,13 +122,13 @@ def selected_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
 class _Writer:
     """Collects tensors, and writes them to a file when there are enough."""
 
-    def __init__(self, session_state: SessionState, place: Place, saved: int) -> None:
+    def __init__(self, session_state: SessionState, staged: StagedCheckpoint, saved: int) -> None:
         self.session_state = session_state
         self.saved = saved
         """Number of the `Save` call."""
         self.files: list[FileEntry] = []
         """The files written so far."""
-        self._place = place
+        self._staged = staged
         self._tensors: dict[str, npt.NDArray[Any]] = {}
         self._bytes = 0
         """Size of `_tensors`."""
@@ -161,8 +161,8 @@ class _Writer:
     def flush(self) -> Operation[None]:
         """Write the collected tensors to a file, if there are any."""
         if self._tensors:
-            name = f"data-{self._place.id}-{len(self.files):05}.safetensors"
-            path = self._place.directory / name
+            name = f"data-{self._staged.id}-{len(self.files):05}.safetensors"
+            path = self._staged.directory / name
             self.files.append((yield Work(partial(_write_file, path, self._tensors))))
         self._tensors = {}
         self._bytes = 0
@@ -384,7 +384,7 @@ _OURS = re.compile(
 )
 
 
-class Place:
+class StagedCheckpoint:
     """The directory PATH.tmp-ID, in which a checkpoint is written, and its renaming to PATH.
 
     A crash at any point leaves a complete checkpoint at PATH or, between the two renames of

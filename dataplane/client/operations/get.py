@@ -31,7 +31,7 @@ from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import (
     Column,
     RowSource,
-    StoredPart,
+    StoredSubset,
     as_tensordict,
     assemble,
     checked,
@@ -106,14 +106,14 @@ def get_present(
         located = yield from _locate(session_state, names, ids, partition, select_fields, missing_ok=True)
         try:
             existing = np.flatnonzero(located.result.rows >= 0)  # row -1: the sample does not exist
-            parts = parts_by_field(located.result.fields, existing)
-            units = _refuse_failed(units_of([part.located for each in parts.values() for part in each]), failed)
+            subsets = subsets_by_field(located.result.fields, existing)
+            units = _refuse_failed(units_of([subset.located for each in subsets.values() for subset in each]), failed)
             yield from ensure_known(session_state, units)
             existing_ids = [ids[position] for position in existing.tolist()]
 
             def work() -> TensorDict:
                 failpoint("get.mid_copy")
-                return _copy_parts(session_state, parts, units, partition, existing_ids)
+                return _copy_subsets(session_state, subsets, units, partition, existing_ids)
 
             built: TensorDict = yield Work(work)
             yield from _check_pins_lasted(session_state)
@@ -125,25 +125,25 @@ def get_present(
     return (yield from _retry_relocated(attempt))  # type: ignore[no-any-return]
 
 
-class ReadPart(NamedTuple):
-    """The rows of a field that are stored in one of its columns; `places` are their positions in the result."""
+class LocatedSubset(NamedTuple):
+    """The rows of a field that are stored in one of its columns; `positions` are their positions in the result."""
 
     located: c.FieldLocations
-    places: np.ndarray[Any, Any]
+    positions: np.ndarray[Any, Any]
 
 
 class Stored(NamedTuple):
     """Where the rows of a read are. names: the fields, in order. whole: the fields whose rows are all of the present
-    kind. spread: spec and parts of each other field (see `Partition.widen`)."""
+    kind. spread: spec and subsets of each other field (see `Partition.widen`)."""
 
     names: tuple[str, ...]
     whole: tuple[c.FieldLocations, ...]
-    spread: Mapping[str, tuple[FieldSpec, list[ReadPart]]]
+    spread: Mapping[str, tuple[FieldSpec, list[LocatedSubset]]]
 
     @property
     def columns(self) -> tuple[c.FieldLocations, ...]:
         """The locations to read."""
-        return (*self.whole, *(part.located for _, parts in self.spread.values() for part in parts))
+        return (*self.whole, *(subset.located for _, subsets in self.spread.values() for subset in subsets))
 
 
 def _stored(located: Sequence[c.FieldLocations], count: int) -> Stored:
@@ -153,52 +153,56 @@ def _stored(located: Sequence[c.FieldLocations], count: int) -> Stored:
         return Stored(names, tuple(located), {})
     specs = {field.name: field.spec for field in located[:count]}
     spread_names = {field_of(column.name) for column in located[count:]}
-    parts = parts_by_field(located, np.arange(len(located[0].lengths)))
-    spread = {name: (specs[name], parts[name]) for name in names if name in spread_names}
+    subsets = subsets_by_field(located, np.arange(len(located[0].lengths)))
+    spread = {name: (specs[name], subsets[name]) for name in names if name in spread_names}
     return Stored(names, tuple(field for field in located[:count] if field.name not in spread), spread)
 
 
-def parts_by_field(located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
+def subsets_by_field(
+    located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]
+) -> dict[str, list[LocatedSubset]]:
     """Return the locations of the samples at positions `existing` by field, for the fields that all of them have.
 
     located: locations by column; a field has one column with its name, and may have hidden ones."""
     by_column = {each.name: each for each in located}
-    parts: dict[str, list[ReadPart]] = {}
+    subsets: dict[str, list[LocatedSubset]] = {}
     for name in dict.fromkeys(map(field_of, by_column)):
-        field_parts = []
+        field_subsets = []
         for column in columns_of(name):
             locations = by_column.get(column)
             if locations is None:
                 continue
             # Length -1: the sample has no value in this column.
-            places = np.flatnonzero(locations.lengths[existing] >= 0)
-            if len(places) == len(locations.lengths):  # all samples of the request: no selection is needed
-                field_parts.append(ReadPart(locations, places))
-            elif len(places):
-                field_parts.append(ReadPart(select_values(locations, existing[places]), places))
+            positions = np.flatnonzero(locations.lengths[existing] >= 0)
+            if len(positions) == len(locations.lengths):  # all samples of the request: no selection is needed
+                field_subsets.append(LocatedSubset(locations, positions))
+            elif len(positions):
+                field_subsets.append(LocatedSubset(select_values(locations, existing[positions]), positions))
         # Only if each sample has a value in one of the columns.
-        if field_parts and sum(len(part.places) for part in field_parts) == len(existing):
-            parts[name] = field_parts
-    return parts
+        if field_subsets and sum(len(subset.positions) for subset in field_subsets) == len(existing):
+            subsets[name] = field_subsets
+    return subsets
 
 
-def _copy_parts(
+def _copy_subsets(
     session_state: SessionState,
-    parts: Mapping[str, Sequence[ReadPart]],
+    subsets: Mapping[str, Sequence[LocatedSubset]],
     units: set[int],
     partition: str,
     ids: Sequence[str],
 ) -> TensorDict:
-    """Copy the fields into a TensorDict. parts: result of `parts_by_field`. ids: the samples, for checksum errors."""
-    located = [part.located for each in parts.values() for part in each]
+    """Copy the fields into a TensorDict. subsets: of `subsets_by_field`. ids: the samples, for checksum errors."""
+    located = [subset.located for each in subsets.values() for subset in each]
     sources = session_state.connections.gather(located, units)
-    for part in (part for each in parts.values() for part in each):
-        part_ids = [ids[place] for place in part.places.tolist()] if len(part.places) < len(ids) else ids
-        name = part.located.name
+    for subset in (subset for each in subsets.values() for subset in each):
+        subset_ids = (
+            [ids[position] for position in subset.positions.tolist()] if len(subset.positions) < len(ids) else ids
+        )
+        name = subset.located.name
         # Adds a comparison with the checksums, made when the rows are copied below.
-        sources |= checked({name: sources[name]}, [part.located], partition, part_ids)
+        sources |= checked({name: sources[name]}, [subset.located], partition, subset_ids)
     # A field without rows in hidden columns is read whole; the columns of the others are decoded and interleaved.
-    plain = {name: sources[name] for name in parts if [part.located.name for part in parts[name]] == [name]}
+    plain = {name: sources[name] for name in subsets if [subset.located.name for subset in subsets[name]] == [name]}
     mixed = {name: source for name, source in sources.items() if name not in plain}
     empty = session_state.empty
     copier = session_state.copier.copy
@@ -206,22 +210,22 @@ def _copy_parts(
     data = assemble(plain, empty=empty, copier=copier, pickles=pickles)
     columns = decode_columns(mixed, empty=empty, copier=copier, pickles=pickles)
     fields = {
-        name: data.get(name) if name in plain else _stacked(each, columns, len(ids)) for name, each in parts.items()
+        name: data.get(name) if name in plain else _stacked(each, columns, len(ids)) for name, each in subsets.items()
     }
     copied: TensorDict = TensorDict._new_unsafe(fields, batch_size=torch.Size([len(ids)]))
     return copied
 
 
-def _stacked(parts: Sequence[ReadPart], columns: Mapping[str, Column], count: int) -> NonTensorStack:
+def _stacked(subsets: Sequence[LocatedSubset], columns: Mapping[str, Column], count: int) -> NonTensorStack:
     """Stack the `count` rows of a field that is spread over several columns. Variants are stored as 1-tuples and are
     unwrapped."""
     rows: list[Any] = [None] * count
-    for part in parts:
-        name = part.located.name
+    for subset in subsets:
+        name = subset.located.name
         column = columns[name]
         values = list(column.unbind()) if isinstance(column, Tensor) else list(column)
-        for place, value in zip(part.places.tolist(), values, strict=True):
-            rows[place] = value[0] if name.endswith(VARIANTS) else value
+        for position, value in zip(subset.positions.tolist(), values, strict=True):
+            rows[position] = value[0] if name.endswith(VARIANTS) else value
     return NonTensorStack(*rows)
 
 
@@ -401,10 +405,10 @@ def _sources(
     if stored.spread:
         whole = Stored(tuple(field.name for field in stored.whole), stored.whole, {})
         sources = _sources(session_state, names, partition, ids, whole, units, parts, guard, on_device)
-        for name, (spec, read_parts) in stored.spread.items():
+        for name, (spec, subsets) in stored.spread.items():
             if parts is not None and name in parts.slices:
                 raise InvalidRequestError(f"inner: field {name!r} is {spec} now, and its rows cannot be sliced")
-            sources[name] = _spread_source(partial(gather, units=units), partition, ids, spec, read_parts)
+            sources[name] = _spread_source(partial(gather, units=units), partition, ids, spec, subsets)
         return {name: sources[name] for name in stored.names}
     if parts is None:
         return checked(gather(stored.whole, units), stored.whole, partition, ids)
@@ -422,18 +426,18 @@ def _spread_source(
     partition: str,
     ids: Sequence[str],
     spec: FieldSpec,
-    parts: Sequence[ReadPart],
+    subsets: Sequence[LocatedSubset],
 ) -> RowSource:
     """Return the rows of a field with rows of an earlier kind. gather: of these columns."""
-    located = [part.located for part in parts]
+    located = [subset.located for subset in subsets]
     sources = gather(located)
-    stored_parts = []
-    for part in parts:
-        name = part.located.name
-        part_ids = [ids[place] for place in part.places.tolist()]
-        source = checked({name: sources[name]}, [part.located], partition, part_ids)[name]
-        stored_parts.append(StoredPart(part.places, source))
-    return widened(spec, stored_parts, len(ids))
+    stored_subsets = []
+    for subset in subsets:
+        name = subset.located.name
+        subset_ids = [ids[position] for position in subset.positions.tolist()]
+        source = checked({name: sources[name]}, [subset.located], partition, subset_ids)[name]
+        stored_subsets.append(StoredSubset(subset.positions, source))
+    return widened(spec, stored_subsets, len(ids))
 
 
 def _log_widened(session_state: SessionState, partition: str, fields: Sequence[str]) -> None:

@@ -17,9 +17,9 @@ from dataplane.ledger import commands as c
 
 PUT_BYTES = 64 << 10
 """Maximum bytes of a put that is stored together with others: the copy of a larger one takes longer than its commit."""
-GROUP_BYTES = SMALL_BYTES
+JOINED_BYTES = SMALL_BYTES
 """Maximum bytes of the puts that are stored together: as much preallocated space can be requested."""
-GROUP_PUTS = 256
+JOINED_PUTS = 256
 """Maximum number of puts that are stored together."""
 
 
@@ -53,7 +53,7 @@ def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedCol
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _JoinedPuts:
     """Puts to store together, as positions, with their samples and bytes."""
 
     positions: list[int] = field(default_factory=list)
@@ -61,24 +61,24 @@ class _Group:
     nbytes: int = 0
 
     def has_room(self, put: SmallPut) -> bool:
-        """Whether the put is within the limits of the group, and names none of its samples."""
-        fits = len(self.positions) < GROUP_PUTS and self.nbytes + put.nbytes <= GROUP_BYTES
+        """Whether the put is within the limits, and names none of their samples."""
+        fits = len(self.positions) < JOINED_PUTS and self.nbytes + put.nbytes <= JOINED_BYTES
         return fits and self.samples.isdisjoint(put.ids)
 
 
-def groups_of(puts: Sequence[SmallPut]) -> list[list[int]]:
-    """Return the groups of puts to store together, as positions in `puts`. No group has a sample twice."""
-    groups: list[_Group] = []
-    last_groups: dict[Hashable, _Group] = {}  # by key
+def joined_positions(puts: Sequence[SmallPut]) -> list[list[int]]:
+    """Return which puts to store together, as lists of positions in `puts`. No list has a sample twice."""
+    all_joined: list[_JoinedPuts] = []
+    last_joined: dict[Hashable, _JoinedPuts] = {}  # by key
     for position, put in enumerate(puts):
-        group = last_groups.get(put.key)
-        if group is None or not group.has_room(put):
-            group = last_groups[put.key] = _Group()
-            groups.append(group)
-        group.positions.append(position)
-        group.samples.update(put.ids)
-        group.nbytes += put.nbytes
-    return [group.positions for group in groups]
+        joined = last_joined.get(put.key)
+        if joined is None or not joined.has_room(put):
+            joined = last_joined[put.key] = _JoinedPuts()
+            all_joined.append(joined)
+        joined.positions.append(position)
+        joined.samples.update(put.ids)
+        joined.nbytes += put.nbytes
+    return [joined.positions for joined in all_joined]
 
 
 def results_of(puts: Sequence[SmallPut], committed: c.Committed) -> list[c.Committed]:
@@ -92,9 +92,9 @@ def results_of(puts: Sequence[SmallPut], committed: c.Committed) -> list[c.Commi
             rows=committed.rows[first:last],
             generations=committed.generations[first:last],
             evicted=() if number else committed.evicted,
-            fields=committed.part_fields[number].names if put.commit.listed else (),
+            fields=committed.put_fields[number].names if put.commit.listed else (),
             tags=_tags_between(committed.tags, first, last),
-            part_fields=(),
+            put_fields=(),
         )
         results.append(result)
     return results
@@ -115,7 +115,7 @@ def _tags_between(tags: Sequence[c.TagColumn], first: int, last: int) -> tuple[c
 
 
 def joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
-    """Return the commit of all samples and tags of a group, with one part for each put, still without columns."""
+    """Return the commit of all samples and tags of joined puts, with the size of each put, still without columns."""
     commit = puts[0].commit
     tags = tuple(
         c.TagColumn(name=tag.name, values=tuple(value for put in puts for value in put.commit.tags[number].values))
@@ -127,15 +127,15 @@ def joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
         samples = c.Samples(rows=rows, generations=np.concatenate([each.generations for each in named]))
     else:
         samples = c.Samples(ids=tuple(each for put in puts for each in put.ids))
-    return msgspec.structs.replace(commit, samples=samples, tags=tags, parts=tuple(len(put.ids) for put in puts))
+    return msgspec.structs.replace(commit, samples=samples, tags=tags, put_sizes=tuple(len(put.ids) for put in puts))
 
 
 def joined_columns(puts: Sequence[SmallPut]) -> list[EncodedColumn]:
-    """Return the columns of a group: the values of all puts, one after another, still in the memory of the callers."""
+    """Return the columns of joined puts: the values of all, one after another, still in the memory of the callers."""
     joined = []
     for number, column in enumerate(puts[0].encoded):
-        parts = [put.encoded[number] for put in puts]
-        values = JoinedValues([part.values for part in parts])
-        lengths = np.concatenate([part.lengths for part in parts])
+        columns = [put.encoded[number] for put in puts]
+        values = JoinedValues([column.values for column in columns])
+        lengths = np.concatenate([column.lengths for column in columns])
         joined.append(replace(column, lengths=lengths, sizes=values.sizes, values=values))
     return joined

@@ -25,7 +25,7 @@ from dataplane.client.operations.joined_puts import (
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait, Work
-from dataplane.client.preallocated import PreallocatedPart, bytes_of
+from dataplane.client.preallocated import PreallocatedPortion, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core.devices import CPU, current_stream, record_event
@@ -202,8 +202,8 @@ def _extend_stored(
     """Read the stored values and return the columns to put, in which the new values of jagged columns follow the
     stored values of their rows. Other columns are returned unchanged."""
     # Field name -> positions of the samples that have a stored value (length -1: none).
-    places = {field.name: np.flatnonzero(field.lengths >= 0) for field in located.fields}
-    stored = [select_values(field, places[field.name]) for field in located.fields if len(places[field.name])]
+    positions = {field.name: np.flatnonzero(field.lengths >= 0) for field in located.fields}
+    stored = [select_values(field, positions[field.name]) for field in located.fields if len(positions[field.name])]
     if not stored:
         return list(encoded)
     units = units_of(stored)
@@ -214,10 +214,10 @@ def _extend_stored(
         """Read the stored values, with a check of their checksums, and join them with the new ones."""
         sources = session_state.connections.gather(stored, units)
         for field in stored:
-            stored_ids = [ids[place] for place in places[field.name].tolist()]
+            stored_ids = [ids[position] for position in positions[field.name].tolist()]
             sources |= checked({field.name: sources[field.name]}, [field], partition, stored_ids)
         return [
-            appended(column, sources[column.name], lengths[column.name], places[column.name])
+            appended(column, sources[column.name], lengths[column.name], positions[column.name])
             if column.name in sources
             else column
             for column in encoded
@@ -295,9 +295,9 @@ def store(
     samples."""
     committed: c.Committed
     try:
-        part = yield from _take_preallocated(session_state, bytes_of(encoded))
-        if part is not None:
-            return (yield from _store_preallocated(session_state, part, commit, ids, encoded))
+        portion = yield from _take_preallocated(session_state, bytes_of(encoded))
+        if portion is not None:
+            return (yield from _store_preallocated(session_state, portion, commit, ids, encoded))
     except (ServiceRestartedError, StorageUnitError) as error:
         log.info("Preallocated space was lost (%s); allocating new space", error)
     except CapacityTimeoutError:
@@ -366,7 +366,7 @@ def _with_columns(
     commit: c.Commit, encoded: Sequence[EncodedColumn], reservation: int, offset: int | None = None
 ) -> c.Commit:
     """Return the commit with the columns and the place of their values: the space of a reservation, or (with
-    `offset`) the part of preallocated space that begins there."""
+    `offset`) the portion of preallocated space that begins there."""
     columns = tuple(
         c.CommitColumn(
             name=column.name,
@@ -381,13 +381,13 @@ def _with_columns(
     return replace(commit, reservation=reservation, offset=offset, columns=columns)
 
 
-def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[PreallocatedPart | None]:
+def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[PreallocatedPortion | None]:
     """Return preallocated space of the session for a small put, after requesting more if necessary; None if no space is
     available."""
     buffer = session_state.preallocated
-    part = buffer.take(nbytes)
-    if part is not None:
-        return part
+    portion = buffer.take(nbytes)
+    if portion is not None:
+        return portion
     request = buffer.next_request(nbytes, session_state.connections.local_unit())
     if request is None:  # the put allocates its own space
         return None
@@ -404,32 +404,37 @@ def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[Pr
 
 def _store_preallocated(
     session_state: SessionState,
-    part: PreallocatedPart,
+    portion: PreallocatedPortion,
     commit: c.Commit,
     ids: Sequence[str],
     encoded: Sequence[EncodedColumn],
 ) -> Operation[c.Committed]:
-    """Copy the columns into the preallocated part and commit them."""
+    """Copy the columns into the preallocated portion and commit them."""
     failed = True
     try:
-        written = yield from _write_preallocated(session_state, part, encoded)
+        written = yield from _write_preallocated(session_state, portion, encoded)
         failpoint("put.before_commit")
-        committed = yield from send_for_samples(ids, _with_columns(commit, written, part.space.number, part.offset))
+        committed = yield from send_for_samples(
+            ids, _with_columns(commit, written, portion.space.number, portion.offset)
+        )
         failed = False
         return committed.result  # type: ignore[no-any-return]
     finally:
-        session_state.preallocated.finish(part, failed=failed)
+        session_state.preallocated.finish(portion, failed=failed)
 
 
 def _write_preallocated(
-    session_state: SessionState, part: PreallocatedPart, encoded: Sequence[EncodedColumn], parts: Sequence[int] = ()
+    session_state: SessionState,
+    portion: PreallocatedPortion,
+    encoded: Sequence[EncodedColumn],
+    put_sizes: Sequence[int] = (),
 ) -> Operation[Sequence[EncodedColumn]]:
-    """Copy the columns into the preallocated part, and return them as the step of `_writer` does.
-    parts: see `PreallocatedPart.placements`."""
-    space = part.space
+    """Copy the columns into the preallocated portion, and return them as the step of `_writer` does.
+    put_sizes: see `PreallocatedPortion.placements`."""
+    space = portion.space
     write = _writer(
         session_state,
-        part.placements(encoded, parts),
+        portion.placements(encoded, put_sizes),
         encoded,
         reservation=space.number,
         unfinished=set(),  # stays empty: the arena is mapped, so no unit executes the write
@@ -452,19 +457,19 @@ def store_joined(
     the puts were stored."""
     commit = joined_commit(puts)
     columns = joined_columns(puts)
-    part: PreallocatedPart | None = None
+    portion: PreallocatedPortion | None = None
     is_sent = False
     failed = True
     try:
-        part = yield from _take_preallocated(session_state, sum(put.nbytes for put in puts))
-        if part is None:
+        portion = yield from _take_preallocated(session_state, sum(put.nbytes for put in puts))
+        if portion is None:
             return None
-        written = yield from _write_preallocated(session_state, part, columns, commit.parts)
+        written = yield from _write_preallocated(session_state, portion, columns, commit.put_sizes)
         if not wanted():
             return None
         failpoint("put.before_commit")
         ids = [each for put in puts for each in put.ids]
-        full = _with_columns(commit, written, part.space.number, part.offset)
+        full = _with_columns(commit, written, portion.space.number, portion.offset)
         is_sent = True
         committed = (yield from send_for_samples(ids, full)).result
         failed = False
@@ -474,8 +479,8 @@ def store_joined(
             raise
         return None
     finally:
-        if part is not None:
-            session_state.preallocated.finish(part, failed=failed)
+        if portion is not None:
+            session_state.preallocated.finish(portion, failed=failed)
 
 
 def release_space(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:

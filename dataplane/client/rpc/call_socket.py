@@ -83,7 +83,7 @@ class CallSocket(Generic[W]):
         if requests:
             self.open()
         if self._dealer is not None:
-            for message in zmq_frames.grouped(requests):
+            for message in zmq_frames.joined(requests):
                 send(self._dealer, message)
             self._receive(self._dealer)  # also because sending may have consumed an edge of `fd`
 
@@ -152,7 +152,7 @@ def say_bye(context: zmq.Context[Socket], calls: Calls) -> None:
         log.warning("Session close could not be sent: %s", error)
         return
     try:
-        for message in zmq_frames.grouped([*requests, bye.frames]):
+        for message in zmq_frames.joined([*requests, bye.frames]):
             send(dealer, message)
         while (left_s := bye.deadline - time.monotonic()) > 0 and dealer.poll(poll_ms(left_s)):
             for replies in arrived_replies(dealer):

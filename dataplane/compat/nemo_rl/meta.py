@@ -89,8 +89,8 @@ class KVBatchMeta:
         tags = [meta.tags for meta in metas if meta.tags is not None]
         return self._with(
             [name for meta in metas for name in meta.sample_ids],
-            [length for part in lengths for length in part] if len(lengths) == len(metas) else None,
-            [tag for part in tags for tag in part] if len(tags) == len(metas) else None,
+            [length for each in lengths for length in each] if len(lengths) == len(metas) else None,
+            [tag for each in tags for tag in each] if len(tags) == len(metas) else None,
         )
 
     def with_fields(self, field_names: Sequence[str]) -> KVBatchMeta:

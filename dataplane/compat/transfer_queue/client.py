@@ -162,20 +162,20 @@ class AsyncTransferQueueClient:
     def _set_custom_meta(self, session_state: SessionState, metadata: BatchMeta) -> Operation[None]:
         """Merge the meta's `custom_meta` into the tags of its samples. An unknown partition is
         ignored."""
-        for part in metadata.chunk_by_partition():
+        for chunk in metadata.chunk_by_partition():
             try:
                 # One partition: only one pair.
-                [(_, samples)] = yield from operations.resolve_samples(session_state, part)
+                [(_, samples)] = yield from operations.resolve_samples(session_state, chunk)
                 command = c.SetTags(
                     partition=samples.partition_id,
                     samples=samples_of(samples),
-                    tags=tag_columns(part.custom_meta, part.size),
+                    tags=tag_columns(chunk.custom_meta, chunk.size),
                 )
                 yield from send_for_samples(samples.sample_ids, command)
             except PartitionNotFoundError:
                 log.warning(
                     "partition %r was not found; its custom_meta is ignored",
-                    part.partition_ids[0],
+                    chunk.partition_ids[0],
                 )
 
     def _put(
@@ -233,11 +233,11 @@ class AsyncTransferQueueClient:
 
     def _clear_samples(self, session_state: SessionState, metadata: BatchMeta) -> Operation[None]:
         """Drop the samples of the meta. Samples that no longer exist are ignored."""
-        for part in metadata.chunk_by_partition():
-            partition = part.partition_ids[0]
+        for chunk in metadata.chunk_by_partition():
+            partition = chunk.partition_ids[0]
             try:
-                rows = part._rows
-                generations = part.global_indexes
+                rows = chunk._rows
+                generations = chunk.global_indexes
                 if rows is None:  # a meta that the caller built from global indexes
                     existing = yield from operations.list_samples(session_state, partition)
                     chosen = np.isin(existing.generations, generations)
@@ -283,8 +283,8 @@ class AsyncTransferQueueClient:
         not_created = 0
         if len(samples.generations) < expected:
             # Cleared samples count as created, so the number of live samples is not enough.
-            parts = (yield from partitions.stats(session_state)).partitions
-            created = sum(part.born for part in parts if part.partition == partition_id)
+            report = yield from partitions.stats(session_state)
+            created = sum(each.born for each in report.partitions if each.partition == partition_id)
             not_created = max(expected - created, 0)
         claimed = ~np.isin(samples.generations, unclaimed)
         indexes = np.append(samples.generations, np.full(not_created, -1))
@@ -357,7 +357,7 @@ class AsyncTransferQueueClient:
     def _get_partition_list(self, session_state: SessionState) -> Operation[list[str]]:
         """Return the names of all partitions."""
         report = yield from partitions.stats(session_state)
-        names = [part.partition for part in report.partitions]
+        names = [each.partition for each in report.partitions]
         return [name for name in names if name != operations.ADAPTER]
 
     def _kv_retrieve_meta(

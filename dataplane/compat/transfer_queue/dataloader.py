@@ -205,14 +205,14 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
     # A nested tensor cannot be sliced: split it into rows, and join the rows of each part.
     nested = {name: value.unbind() for name, value in td.items() if isinstance(value, Tensor) and value.is_nested}
     plain = td.exclude(*nested)
-    parts = []
+    batches = []
     for start in range(0, rows, micro_batch_size):
         end = min(start + micro_batch_size, rows)
-        part = plain[start:end]
+        batch = plain[start:end]
         for name, field_rows in nested.items():
-            part.set(name, packed_rows(field_rows[start:end]))
-        parts.append((part, batch_meta[start:end]))
-    return parts
+            batch.set(name, packed_rows(field_rows[start:end]))
+        batches.append((batch, batch_meta[start:end]))
+    return batches
 
 
 def _close_client(client: TransferQueueClient) -> None:

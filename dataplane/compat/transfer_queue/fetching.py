@@ -149,12 +149,12 @@ def _claim_by_draw(
             # Too few, or no draw possible from these: wait until more are ready.
             needed = len(ready.ids) + 1
             continue
-        indexes = [index for part in draw for index in part]
+        indexes = [index for each in draw for index in each]
         claimed = yield from _claim_exactly(session_state, request, ready, indexes)
         if claimed is None:
             continue  # another claim took one of them first
         handles = iter(np.stack([claimed.rows, claimed.generations], axis=1).tolist())
-        own_draw = [list(islice(handles, len(part))) for part in draw]
+        own_draw = [list(islice(handles, len(each))) for each in draw]
         if key is None or (yield from _store_draw(session_state, request, key, claimed, own_draw)):
             samples = _samples_of(share(own_draw, share_number))
             return (yield from _meta_of(session_state, request, samples))

@@ -259,7 +259,7 @@ class BatchMeta:
     def chunk(self, chunks: int) -> list[BatchMeta]:
         """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts
         can be empty. ZeroDivisionError for 0; no parts for a negative number."""
-        return [self._select(list(part)) for part in parts_of(self.size, chunks)]
+        return [self._select(list(positions)) for positions in ranges_of(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """Split into one meta per partition."""
@@ -296,24 +296,24 @@ class BatchMeta:
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
         """Join the samples of all metas, in order. Empty metas are ignored. ValueError if entries of extra_info differ,
         and with `validate` also if fields or their dtypes differ; otherwise the fields are those of the first meta."""
-        parts = [part for part in data or () if part]
-        if not parts:
+        metas = [meta for meta in data or () if meta]
+        if not metas:
             return cls.empty()
         if validate:
-            _check_same_fields(parts)
+            _check_same_fields(metas)
         joined = BatchMeta(
-            [index for part in parts for index in part.global_indexes],
-            [partition for part in parts for partition in part.partition_ids],
-            {name: _joined_schema(name, parts) for name in parts[0].field_schema},
-            np.concatenate([part.production_status for part in parts]),
-            joined_info([part.extra_info for part in parts], "BatchMeta.concat"),
-            [tags for part in parts for tags in part.custom_meta],
-            [item for part in parts for item in part._custom_backend_meta],
+            [index for meta in metas for index in meta.global_indexes],
+            [partition for meta in metas for partition in meta.partition_ids],
+            {name: _joined_schema(name, metas) for name in metas[0].field_schema},
+            np.concatenate([meta.production_status for meta in metas]),
+            joined_info([meta.extra_info for meta in metas], "BatchMeta.concat"),
+            [tags for meta in metas for tags in meta.custom_meta],
+            [item for meta in metas for item in meta._custom_backend_meta],
         )
-        if any(part._names is None or part._rows is None for part in parts):
+        if any(meta._names is None or meta._rows is None for meta in metas):
             return joined  # without handles: the service looks the samples up by global index
         return joined._with_handles(
-            [name for part in parts for name in part._names or ()], [row for part in parts for row in part._rows or ()]
+            [name for meta in metas for name in meta._names or ()], [row for meta in metas for row in meta._rows or ()]
         )
 
     @classmethod
@@ -402,36 +402,36 @@ def _schema_at(schema: FieldSchema, positions: Sequence[int]) -> FieldSchema:
     return selected
 
 
-def _check_same_fields(parts: Sequence[BatchMeta]) -> None:
+def _check_same_fields(metas: Sequence[BatchMeta]) -> None:
     """ValueError unless all parts have the same fields with the same dtypes."""
-    first = parts[0]
-    for part in parts[1:]:
-        if part.field_names != first.field_names:
-            raise ValueError(f"BatchMeta.concat: fields do not match: {first.field_names} and {part.field_names}")
+    first = metas[0]
+    for meta in metas[1:]:
+        if meta.field_names != first.field_names:
+            raise ValueError(f"BatchMeta.concat: fields do not match: {first.field_names} and {meta.field_names}")
         for name, schema in first.field_schema.items():
             dtype = schema.get("dtype")
-            other_dtype = part.field_schema[name].get("dtype")
+            other_dtype = meta.field_schema[name].get("dtype")
             if dtype != other_dtype:
                 raise ValueError(
                     f"BatchMeta.concat: field {name!r} is {dtype} in one part and {other_dtype} in another"
                 )
 
 
-def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> FieldSchema:
+def _joined_schema(name: str, metas: Sequence[BatchMeta]) -> FieldSchema:
     """Join the field's schemas of all parts. The dtype is that of the first part. If any part is nested, the result is
     nested, without a common shape. If any part is nested or has shapes per sample, the result has shapes per sample."""
-    schemas = [part.field_schema.get(name, {}) for part in parts]
+    schemas = [meta.field_schema.get(name, {}) for meta in metas]
     nested = any(schema.get("is_nested") for schema in schemas)
     joined = {**schemas[0], "is_nested": nested, "shape": None if nested else schemas[0].get("shape")}
     joined.pop("per_sample_shapes", None)
     if nested or any(schema.get("per_sample_shapes") is not None for schema in schemas):
-        joined["per_sample_shapes"] = [shape for part in parts for shape in _shapes_of(part, name)]
+        joined["per_sample_shapes"] = [shape for meta in metas for shape in _shapes_of(meta, name)]
     return joined
 
 
-def _shapes_of(part: BatchMeta, name: str) -> list[Any]:
+def _shapes_of(meta: BatchMeta, name: str) -> list[Any]:
     """Return the shape of each row of a field; None for each sample if the part does not have the field."""
-    return part.get_shapes(name) if name in part.field_schema else [None] * part.size
+    return meta.get_shapes(name) if name in meta.field_schema else [None] * meta.size
 
 
 @dataclass
@@ -507,30 +507,30 @@ class KVBatchMeta:
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
         """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts
         can be empty. ZeroDivisionError for 0; no parts for a negative number."""
-        return [self._select(part) for part in parts_of(self.size, chunks)]
+        return [self._select(positions) for positions in ranges_of(self.size, chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
         """Join the samples of all metas, in order. Empty metas are ignored. ValueError if partitions, fields or entries
         of extra_info differ."""
-        parts = [part for part in data or () if part]
-        if not parts:
+        metas = [meta for meta in data or () if meta]
+        if not metas:
             return cls()
-        first = parts[0]
-        for part in parts:
-            if part.partition_id != first.partition_id:
+        first = metas[0]
+        for meta in metas:
+            if meta.partition_id != first.partition_id:
                 raise ValueError(
-                    f"KVBatchMeta.concat: Partition do not match: {first.partition_id!r} and {part.partition_id!r}"
+                    f"KVBatchMeta.concat: Partition do not match: {first.partition_id!r} and {meta.partition_id!r}"
                 )
             # After the first meta, one without fields matches any.
-            if part.fields is not None and set(part.fields) != set(first.fields or ()):
-                raise ValueError(f"KVBatchMeta.concat: Field names do not match: {first.fields} and {part.fields}")
+            if meta.fields is not None and set(meta.fields) != set(first.fields or ()):
+                raise ValueError(f"KVBatchMeta.concat: Field names do not match: {first.fields} and {meta.fields}")
         return cls(
-            [key for part in parts for key in part.keys],
-            [tag for part in parts for tag in part.tags],
+            [key for meta in metas for key in meta.keys],
+            [tag for meta in metas for tag in meta.tags],
             first.partition_id,
             first.fields,
-            joined_info([part.extra_info or {} for part in parts], "KVBatchMeta.concat") or None,
+            joined_info([meta.extra_info or {} for meta in metas], "KVBatchMeta.concat") or None,
         )
 
 
@@ -557,7 +557,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def parts_of(size: int, chunks: int) -> list[range]:
+def ranges_of(size: int, chunks: int) -> list[range]:
     """Split the positions 0..size-1 into `chunks` ranges of nearly equal length. As in the
     original, ZeroDivisionError for 0, and no ranges for a negative number, here with a warning."""
     if chunks == 0:

@@ -249,10 +249,10 @@ def insert_samples(
 
 def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, Any]) -> Operation[None]:
     """Put fields and the meta's tags for the samples of a meta."""
-    parts = yield from resolve_samples(session_state, meta)  # one per partition
-    for positions, samples in parts:
+    metas = yield from resolve_samples(session_state, meta)  # one per partition
+    for positions, samples in metas:
         tags = [meta.custom_meta[position] for position in positions]
-        fields = data if len(parts) == 1 else columns.rows_at(data, positions)  # one part has all rows
+        fields = data if len(metas) == 1 else columns.rows_at(data, positions)  # one part has all rows
         encoded_tags = tag_columns(tags, len(tags)) if any(tags) else ()
         yield from put(session_state, samples, samples.partition_id, fields, encoded_tags)
 
@@ -369,14 +369,14 @@ def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorD
         distinct_meta = meta.select_samples([first_position[sample] for sample in distinct])
         data = yield from get_batch(session_state, distinct_meta)  # has no repeated sample: no further recursion
         return _repeat_rows(data, distinct, samples)
-    parts = yield from resolve_samples(session_state, meta)
+    metas = yield from resolve_samples(session_state, meta)
     fields = meta.field_names
-    if len(parts) == 1:
-        [(_, native_meta)] = parts
+    if len(metas) == 1:
+        [(_, native_meta)] = metas
         return (yield from _read_exactly(session_state, native_meta, native_meta.partition_id, fields))
     # Samples of several partitions: read each partition, and put its rows at the samples' positions in the meta.
     rows_by_field: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
-    for positions, native_meta in parts:
+    for positions, native_meta in metas:
         data = yield from _read_exactly(session_state, native_meta, native_meta.partition_id, fields)
         for name in fields:
             for position, row in zip(positions, columns.rows_of(data.get(name)), strict=True):

@@ -43,15 +43,15 @@ class ServiceMetrics(Collector):
         assert isinstance(stats, c.StatsReport)
         assert isinstance(waits, c.WaitList)
         self._recorder.count()  # before `forget`, because pending answers may add counters of these partitions again
-        self._recorder.forget(known - {part.partition for part in stats.partitions})
+        self._recorder.forget(known - {partition.partition for partition in stats.partitions})
         sheet = Sheet([*SERVICE, *(JOURNAL if self._journal is not None else []), *UNITS, *PARTITIONS, *TASKS])
         self._set_service(sheet, stats)
         self._set_counters(sheet)
         for unit in stats.units:
             _set_unit(sheet, unit)
         longest_waits = _longest_waits(waits)
-        for part in stats.partitions[-PARTITIONS_SHOWN:]:  # the newest are last
-            self._set_partition(sheet, part, longest_waits)
+        for partition in stats.partitions[-PARTITIONS_SHOWN:]:  # the newest are last
+            self._set_partition(sheet, partition, longest_waits)
         return sheet.families()
 
     def _set_service(self, sheet: Sheet, stats: c.StatsReport) -> None:
@@ -79,31 +79,33 @@ class ServiceMetrics(Collector):
         ops = {kind.operation(): op for kind, op in kinds.items()}
         sheet.set_ops("calls_total", "call_seconds", ops)
 
-    def _set_partition(self, sheet: Sheet, part: c.PartitionStats, longest_waits: dict[tuple[str, str], float]) -> None:
+    def _set_partition(
+        self, sheet: Sheet, partition: c.PartitionStats, longest_waits: dict[tuple[str, str], float]
+    ) -> None:
         """Set the metrics of one partition and its tasks. longest_waits: see `_longest_waits`."""
-        name = part.partition
+        name = partition.partition
         values = {
-            "live_samples": part.live,
-            "born_samples": part.born,
-            "expected_samples": part.num_samples,
-            "live_bytes": part.live_bytes,
-            "used_bytes": part.used_bytes,
-            "budget_bytes": part.budget_bytes,
-            "limit_bytes": part.limit_bytes,
-            "pressed": part.pressed,
-            "sealed": part.sealed,
-            "version": part.version,
-            "waiting_claims": part.waiting_claims,
-            "waiting_puts": part.waiting_puts,
+            "live_samples": partition.live,
+            "born_samples": partition.born,
+            "expected_samples": partition.num_samples,
+            "live_bytes": partition.live_bytes,
+            "used_bytes": partition.used_bytes,
+            "budget_bytes": partition.budget_bytes,
+            "limit_bytes": partition.limit_bytes,
+            "pressed": partition.pressed,
+            "sealed": partition.sealed,
+            "version": partition.version,
+            "waiting_claims": partition.waiting_claims,
+            "waiting_puts": partition.waiting_puts,
             "oldest_put_wait_seconds": longest_waits.get((name, ""), 0.0),
-            "evicted_samples_total": part.evicted,
-            "evicted_unconsumed_samples_total": part.evicted_unconsumed,
-            "dropped_samples_total": part.dropped,
+            "evicted_samples_total": partition.evicted,
+            "evicted_unconsumed_samples_total": partition.evicted_unconsumed,
+            "dropped_samples_total": partition.dropped,
         }
         for metric, value in values.items():
             sheet.set(f"partition_{metric}", value, name)
         _set_moved(sheet, "partition_", self._recorder.by_partition.get(name, Counter()), name)
-        for task in part.tasks[:TASKS_SHOWN]:
+        for task in partition.tasks[:TASKS_SHOWN]:
             self._set_task(sheet, name, task, longest_waits)
 
     def _set_task(

@@ -390,35 +390,35 @@ def checked(
     }
 
 
-class StoredPart(NamedTuple):
-    """Rows of a field that are stored in one of its columns. places: their positions in the result `[n]`."""
+class StoredSubset(NamedTuple):
+    """Rows of a field that are stored in one of its columns. positions: their positions in the result `[n]`."""
 
-    places: Int64s
+    positions: Int64s
     source: RowSource
 
 
-def widened(spec: FieldSpec, parts: Sequence[StoredPart], rows: int) -> RowSource:
+def widened(spec: FieldSpec, subsets: Sequence[StoredSubset], rows: int) -> RowSource:
     """Return all `rows` rows of a field as rows of `spec`, ragged or dense. Rows of other specs are converted into new
     memory; the others stay where they are, and keep their check. Raises `ChecksumError` for rows to convert that do not
     match their checksums."""
-    present = [part for part in parts if part.source.spec == spec]
+    present = [subset for subset in subsets if subset.source.spec == spec]
     buffers: list[UInt8s] = []
     which = np.zeros(rows, np.int32)
     offsets = np.zeros(rows, np.int64)
     lengths = np.zeros(rows, np.int64)
     check = None
-    for places, source in present:  # at most one
-        which[places] = 0 if source.which is None else source.which
-        offsets[places] = source.offsets
-        lengths[places] = source.lengths
+    for positions, source in present:  # at most one
+        which[positions] = 0 if source.which is None else source.which
+        offsets[positions] = source.offsets
+        lengths[positions] = source.lengths
         buffers += source.buffers
-        check = None if source.check is None else _PartCheck(source, _positions(places, rows))
-    for places, source in parts:
+        check = None if source.check is None else _SubsetCheck(source, _indices_of(positions, rows))
+    for positions, source in subsets:
         if source.spec != spec:
             sizes, memory = _converted(source, spec)
-            which[places] = len(buffers)
-            offsets[places] = np.cumsum(sizes) - sizes
-            lengths[places] = sizes if spec.kind is FieldKind.RAGGED else 1
+            which[positions] = len(buffers)
+            offsets[positions] = np.cumsum(sizes) - sizes
+            lengths[positions] = sizes if spec.kind is FieldKind.RAGGED else 1
             buffers.append(memory)
     return RowSource(spec, buffers, which, offsets, lengths, check=check)
 
@@ -434,16 +434,16 @@ def _converted(source: RowSource, spec: FieldSpec) -> tuple[Int64s, UInt8s]:
     return values.sizes, memory
 
 
-def _positions(places: Int64s, rows: int) -> Int64s:
-    """Return the index in `places` of each of the rows; -1 for the others."""
-    positions = np.full(rows, -1, np.int64)
-    positions[places] = np.arange(len(places))
-    return positions
+def _indices_of(positions: Int64s, rows: int) -> Int64s:
+    """Return the index in `positions` of each of the rows; -1 for the others."""
+    indices = np.full(rows, -1, np.int64)
+    indices[positions] = np.arange(len(positions))
+    return indices
 
 
 @dataclasses.dataclass(frozen=True)
-class _PartCheck:
-    """Verifies those rows of a field that `source` has. A `Check`. positions: see `_positions`."""
+class _SubsetCheck:
+    """Verifies those rows of a field that `source` has. A `Check`. positions: see `_indices_of`."""
 
     source: RowSource
     positions: Int64s

@@ -201,8 +201,8 @@ class RowSource:
             if not selected_bytes:
                 continue
             buffer = self.buffers[number]
-            place = target[position : position + selected_bytes]
+            destination = target[position : position + selected_bytes]
             if self.part is not None and number < self.whole_buffers:
-                self.part.bytes.copy(buffer, offset, elements, place)
+                self.part.bytes.copy(buffer, offset, elements, destination)
             else:
-                deferred_runs.append((place, buffer[offset : offset + selected_bytes]))
+                deferred_runs.append((destination, buffer[offset : offset + selected_bytes]))

@@ -87,30 +87,30 @@ class JoinedValues:
     """The values of several columns, one after another. `_starts` has the number of the first value of each column, and
     the number of all values."""
 
-    def __init__(self, parts: Sequence[Values]) -> None:
-        self.sizes: Int64s = np.concatenate([part.sizes for part in parts])
-        self._parts = parts
-        self._starts = list(itertools.accumulate((len(part.sizes) for part in parts), initial=0))
+    def __init__(self, columns: Sequence[Values]) -> None:
+        self.sizes: Int64s = np.concatenate([column.sizes for column in columns])
+        self._columns = columns
+        self._starts = list(itertools.accumulate((len(column.sizes) for column in columns), initial=0))
 
     @property
     def device(self) -> torch.device:
-        return next((part.device for part in self._parts if part.device != CPU), CPU)
+        return next((column.device for column in self._columns if column.device != CPU), CPU)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         end = 0
-        for part, part_first, part_last in self._ranges(first, last):
-            begin, end = end, end + int(np.add.reduce(part.sizes[part_first:part_last]))
-            part.write(part_first, part_last, target[begin:end], later)
+        for column, column_first, column_last in self._ranges(first, last):
+            begin, end = end, end + int(np.add.reduce(column.sizes[column_first:column_last]))
+            column.write(column_first, column_last, target[begin:end], later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
-        return [buffer for part, *bounds in self._ranges(first, last) for buffer in part.buffers(*bounds)]
+        return [buffer for column, *bounds in self._ranges(first, last) for buffer in column.buffers(*bounds)]
 
     def take(self, indices: Int64s) -> JoinedValues:
         ranges = [next(self._ranges(index, index + 1)) for index in indices.tolist()]
-        return JoinedValues([part.take(np.array([first])) for part, first, _ in ranges])
+        return JoinedValues([column.take(np.array([first])) for column, first, _ in ranges])
 
     def checksums(self) -> UInt32s:
-        return np.concatenate([part.checksums() for part in self._parts])
+        return np.concatenate([column.checksums() for column in self._columns])
 
     def _ranges(self, first: int, last: int) -> Iterator[tuple[Values, int, int]]:
         """Yield the columns with values of [first, last), and the range of these values in each."""
@@ -118,7 +118,7 @@ class JoinedValues:
         while first < last:
             begin = self._starts[number]
             end = min(self._starts[number + 1], last)
-            yield self._parts[number], first - begin, end - begin
+            yield self._columns[number], first - begin, end - begin
             first = end
             number = number + 1
 
@@ -243,12 +243,12 @@ class RaggedValues:
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         """Return values [first, last) as arrays: header, data and padding of each."""
-        parts: list[UInt8s] = []
+        chunks: list[UInt8s] = []
         for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
             header = ragged_header(tensor)
             padding = np.zeros(size - len(header) - tensor.nbytes, dtype=np.uint8)
-            parts += [header, byte_view(tensor.cpu().contiguous()), padding]
-        return [part for part in parts if part.nbytes]
+            chunks += [header, byte_view(tensor.cpu().contiguous()), padding]
+        return [chunk for chunk in chunks if chunk.nbytes]
 
     def take(self, indices: Int64s) -> RaggedValues:
         return RaggedValues([self.tensors[k] for k in indices.tolist()])
@@ -259,8 +259,8 @@ class RaggedValues:
     def _digest(self, k: int) -> int:
         """Return the hash of value k with its header and padding."""
         digest = xxhash.xxh3_64()
-        for part in self.buffers(k, k + 1):  # only value k
-            digest.update(part.data)
+        for chunk in self.buffers(k, k + 1):  # only value k
+            digest.update(chunk.data)
         return digest.intdigest()
 
 

@@ -147,10 +147,10 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
                 single_rows.append(piece)
         missing -= 1
     # Bins that were not cut are kept as they are.
-    parts: dict[int, Bins] = {number: [] for number in cut_bins}
+    new_bins: dict[int, Bins] = {number: [] for number in cut_bins}
     for _, number, start, end in sorted(heap + single_rows, key=lambda piece: piece[2]):
-        parts[number].append(bins[number][start:end])
-    return [part for number, rows in enumerate(bins) for part in parts.get(number, [rows])]
+        new_bins[number].append(bins[number][start:end])
+    return [new_bin for number, rows in enumerate(bins) for new_bin in new_bins.get(number, [rows])]
 
 
 class _Residuals:

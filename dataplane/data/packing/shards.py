@@ -66,15 +66,15 @@ def shard_meta_for_dp(
     )
     metas = []
     for shard in plan:
-        part = meta.subset(shard.rows)
+        shard_meta = meta.subset(shard.rows)
         for key, value in (
             (MICRO_BATCH_INDICES, shard.micro_batch_indices),
             (MICRO_BATCH_LENGTHS, shard.micro_batch_lengths),
             (ELEM_COUNTS_PER_GB, shard.elem_counts_per_gb),
         ):
             if value is not None:
-                part.extra_info[key] = value
-        metas.append(part)
+                shard_meta.extra_info[key] = value
+        metas.append(shard_meta)
     return metas, inverse_permutation(np.concatenate([shard.rows for shard in plan]))
 
 
@@ -258,8 +258,8 @@ def _split_plain(size: int, shards: int, per_batch: int) -> list[Shard]:
     per_shard = ceil_div(per_batch, shards)
     batch_starts = np.arange(0, size, per_batch or 1)[:, None]  # `per_batch` is 0 without rows
     # The part of each shard, as positions in a global batch. Only the last ones can be shorter.
-    parts = [np.arange(shard * per_shard, min((shard + 1) * per_shard, per_batch)) for shard in range(shards)]
-    return [Shard((batch_starts + part).reshape(-1)) for part in parts]
+    ranges = [np.arange(shard * per_shard, min((shard + 1) * per_shard, per_batch)) for shard in range(shards)]
+    return [Shard((batch_starts + positions).reshape(-1)) for positions in ranges]
 
 
 def _split_packed(
@@ -338,11 +338,11 @@ def _ranges(ends: list[int]) -> list[list[int]]:
     return [[start, end] for start, end in pairwise([0, *ends])]
 
 
-def _join_batches(parts: list[Shard]) -> Shard:
-    """Concatenate the global batches of one shard. parts: one per global batch."""
+def _join_batches(batches: list[Shard]) -> Shard:
+    """Concatenate the global batches of one shard. batches: one per global batch."""
     return Shard(
-        np.concatenate([np.zeros(0, dtype=np.int64), *(part.rows for part in parts)]),
-        [indices for part in parts for indices in part.micro_batch_indices or ()],
-        [lengths for part in parts for lengths in part.micro_batch_lengths or ()],
-        [count for part in parts for count in part.elem_counts_per_gb or ()],
+        np.concatenate([np.zeros(0, dtype=np.int64), *(batch.rows for batch in batches)]),
+        [indices for batch in batches for indices in batch.micro_batch_indices or ()],
+        [lengths for batch in batches for lengths in batch.micro_batch_lengths or ()],
+        [count for batch in batches for count in batch.elem_counts_per_gb or ()],
     )

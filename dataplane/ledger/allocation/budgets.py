@@ -226,8 +226,8 @@ def _rows_by_age(partition: Partition) -> Iterator[Int64s]:
     start = 0
     size = FIRST_LOOK
     while start < rows.end:
-        part = rows.order[start : min(start + size, rows.end)]
-        yield part[part >= 0]  # without removed rows
+        chunk = rows.order[start : min(start + size, rows.end)]
+        yield chunk[chunk >= 0]  # without removed rows
         start += size
         size *= 2
 
@@ -388,10 +388,10 @@ def waits_for_larger_piece(state: State, parked: ParkedAllocate, *, spare: int =
     return waits_for_memory(state, parked) and is_fragmented(state, wanted, update=parked.command.update)
 
 
-def _largest_holders(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def _largest_holders(*rankings: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return the `NAMED` largest holders of each group, without those of 0 bytes. A holder is (text, bytes)."""
-    ranked = [sorted(group, key=lambda holder: -holder[1]) for group in groups]
-    return [holder for group in ranked for holder in group[:NAMED] if holder[1]]
+    ranked = [sorted(holders, key=lambda holder: -holder[1]) for holders in rankings]
+    return [holder for holders in ranked for holder in holders[:NAMED] if holder[1]]
 
 
 def _largest_partitions(state: State) -> list[Partition]:

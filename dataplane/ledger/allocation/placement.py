@@ -188,14 +188,14 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
             raise InvalidRequestError(f"column {name!r}: its values must have 0 to {MAX_BYTES} bytes in total")
 
 
-def part_ranges(command: Commit, number: int) -> list[tuple[int, int]]:
-    """Return the values [first, last) of each part of column `number`. Raises InvalidRequestError."""
+def put_ranges(command: Commit, number: int) -> list[tuple[int, int]]:
+    """Return the values [first, last) of each put in column `number`. Raises InvalidRequestError."""
     column = command.columns[number]
-    if not command.parts:
+    if not command.put_sizes:
         return [(0, len(column.lengths))]
-    ends = list(accumulate(command.parts, initial=0))
-    if column.index is not None or len(column.lengths) != ends[-1] or min(command.parts) < 0:
+    ends = list(accumulate(command.put_sizes, initial=0))
+    if column.index is not None or len(column.lengths) != ends[-1] or min(command.put_sizes) < 0:
         raise InvalidRequestError(
-            f"column {column.name!r}: a commit of {ends[-1]} samples in parts needs one value for each of them"
+            f"column {column.name!r}: a commit of {ends[-1]} samples of several puts needs one value for each of them"
         )
     return list(pairwise(ends))

@@ -29,8 +29,8 @@ from dataplane.ledger.allocation.placement import (
     check_columns,
     give_back,
     growth_target,
-    part_ranges,
     place,
+    put_ranges,
     retry_target,
 )
 from dataplane.ledger.commands import (
@@ -198,7 +198,7 @@ class Reservations:
         nbytes = granules_up(command.nbytes)
         limit = unit.limit(update=False)
         # The request is small compared to the space for new rows, and at most half of that is used then.
-        plenty = nbytes * self.state.limits.preallocated_part <= limit and unit.used_bytes + nbytes <= limit // 2
+        plenty = nbytes * self.state.limits.preallocated_divisor <= limit and unit.used_bytes + nbytes <= limit // 2
         allowed = plenty and unit.open and self._is_spare(nbytes)
         offset = unit.space.take(nbytes) if allowed else None
         if offset is None:
@@ -477,10 +477,10 @@ def _near(session: Session, unit: Unit) -> bool:
 
 
 class PreallocatedPut(PutReservation):
-    """The reservation of a commit into preallocated `space`, in the space's piece number `place` (None: the columns are
-    empty). The columns are one after another from `offset`, and each part of a column begins at a granule: its values
-    [first, last) are a pair of `ranges`, its whole granules in bytes are in `nbytes`, by column. Without parts in the
-    commit, each column is one part. Nothing is taken before `cut`. `space.pieces[0]` are the unused
+    """The reservation of a commit into preallocated `space`, in the space's piece `piece_number` (None: the columns are
+    empty). The columns are one after another from `offset`, and the values of each put begin at a granule: its values
+    [first, last) are a pair of `ranges`, its whole granules in bytes are in `nbytes`, by column. Without `put_sizes`,
+    a commit is one put. Nothing is taken before `cut`. `space.pieces[0]` are the unused
     pieces."""
 
     def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
@@ -494,13 +494,13 @@ class PreallocatedPut(PutReservation):
         super().__init__(partition, names, sizes, update=False)
         self.space = space
         self.offset = command.offset
-        self.ranges = [part_ranges(command, number) for number in range(len(sizes))]
+        self.ranges = [put_ranges(command, number) for number in range(len(sizes))]
         self.nbytes = [
             [granules_up(total(column[first:last])) for first, last in ranges]
             for column, ranges in zip(sizes, self.ranges, strict=True)
         ]
         self.total_bytes = sum(map(sum, self.nbytes))
-        self.place = self._find_piece(state.extents)
+        self.piece_number = self._find_piece(state.extents)
 
     def _find_piece(self, extents: Extents) -> int | None:
         """Return the number of the piece that holds all columns (None: they are empty). Raises InvalidRequestError."""
@@ -516,12 +516,12 @@ class PreallocatedPut(PutReservation):
         )
 
     def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the space, as one extent per part of a column. The rest of the space's piece stays
+        """Take the bytes out of the space, as one extent per put and column. The rest of the space's piece stays
         preallocated."""
-        if self.place is not None:
+        if self.piece_number is not None:
             pieces = self.space.pieces[0]
-            remaining = extents.cut(pieces[self.place].extent, self.offset, self.total_bytes)
-            pieces[self.place : self.place + 1] = [
+            remaining = extents.cut(pieces[self.piece_number].extent, self.offset, self.total_bytes)
+            pieces[self.piece_number : self.piece_number + 1] = [
                 ReservedPiece(0, 0, extent, int(extents.starts[extent])) for extent in remaining
             ]
         offset = self.offset
@@ -530,7 +530,7 @@ class PreallocatedPut(PutReservation):
         for column, ranges, sizes in zip(self.pieces, self.ranges, self.nbytes, strict=True):
             for (first, last), nbytes in zip(ranges, sizes, strict=True):
                 start = offset if nbytes else 0  # an extent of empty values holds no bytes
-                if last > first:  # a part without values needs no extent
+                if last > first:  # a put without values needs no extent
                     extent = extents.reserve(unit, start, nbytes, account)
                     column.append(ReservedPiece(first, last, extent, start))
                 offset += nbytes

@@ -147,7 +147,7 @@ class Claims:
         queues = [[self.state.claim_waiters[key] for key in watch.waiters] for watch in watches]
         for silent in (False, True):
             chosen = [[claim for claim in queue if (claim.session.heard < heard_limit) is silent] for queue in queues]
-            yield from heapq.merge(*chosen, key=operator.attrgetter("place"))
+            yield from heapq.merge(*chosen, key=operator.attrgetter("serial"))
 
     def _servable_watches(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
         """Update the watches. Return those with a claim that may be served now, as an ordered set. The others are
@@ -299,21 +299,21 @@ class Claims:
     def _check_claim(self, partition: Partition, command: c.Claim) -> None:
         """Validate the claim. Raises InvalidRequestError, LimitError or FieldNotFoundError."""
         batch = command.batch_size
-        group = command.group_size
+        group_size = command.group_size
         if batch < 1:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
         least = batch if command.min_batch_size is None else command.min_batch_size
         if not 1 <= least <= batch:
             raise InvalidRequestError(f"min_batch_size={least}: expected a number from 1 to batch_size={batch}")
         check_terms(command)
-        if group is not None and group > least:
+        if group_size is not None and group_size > least:
             raise InvalidRequestError(
-                f"group_size={group}: expected at most {least}, which is min_batch_size, or batch_size without it"
+                f"group_size={group_size}: expected at most {least}, which is min_batch_size, or batch_size without it"
             )
-        if command.partial_after_s is not None and (group is None or not command.partial_after_s >= 0):
+        if command.partial_after_s is not None and (group_size is None or not command.partial_after_s >= 0):
             raise InvalidRequestError(
                 f"partial_after_s={command.partial_after_s}: must not be negative, and requires group_size, which is "
-                f"{group}"
+                f"{group_size}"
             )
         if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
@@ -452,17 +452,17 @@ def _check_named_and_peek(command: c.Claim) -> None:
 
 def _check_shares(command: c.Claim) -> None:
     """Check that sampler, groups and ranks of a claim agree. Raises InvalidRequestError."""
-    group = command.group_size
+    group_size = command.group_size
     world = command.dp_world
     rank = command.dp_rank
     step = command.step
     sampler = SAMPLERS.get(selection.sampler_of(command))
     if sampler is None:
         raise InvalidRequestError(f"sampler={command.sampler!r}: expected one of {', '.join(SAMPLERS)}")
-    if sampler.grouped and group is None:
+    if sampler.grouped and group_size is None:
         raise InvalidRequestError(f"sampler={command.sampler!r} requires group_size")
-    if sampler.alone and group is not None:
-        raise InvalidRequestError(f"sampler={command.sampler!r} does not support groups; omit group_size={group}")
+    if sampler.alone and group_size is not None:
+        raise InvalidRequestError(f"sampler={command.sampler!r} does not support groups; omit group_size={group_size}")
     if world is None and step is None:
         if sampler.shared:
             raise InvalidRequestError(f"sampler={command.sampler!r} requires dp_rank, dp_world and step")
@@ -476,10 +476,10 @@ def _check_shares(command: c.Claim) -> None:
         raise InvalidRequestError(
             f"dp_rank={rank}, dp_world={world}, step={step}: dp_rank must be from 0 to dp_world - 1, step at least 0"
         )
-    per_round = world * (group or 1)  # one sample, or one group, for each rank
+    per_round = world * (group_size or 1)  # one sample, or one group, for each rank
     least = command.batch_size if command.min_batch_size is None else command.min_batch_size
     if command.batch_size % per_round or least < per_round:
-        unit = f"dp_world={world}" + (f" times group_size={group}" if group else "")
+        unit = f"dp_world={world}" + (f" times group_size={group_size}" if group_size else "")
         raise InvalidRequestError(
             f"batch_size={command.batch_size}, min_batch_size={command.min_batch_size}: both count the whole step; "
             f"batch_size must be a multiple of {unit}, and min_batch_size at least that"

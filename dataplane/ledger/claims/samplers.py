@@ -20,10 +20,10 @@ Float64s = npt.NDArray[np.float64]
 
 
 class Picked(NamedTuple):
-    """Candidates picked for a claim. `places` are positions among the candidates. `units` is the unit of each (a
+    """Candidates picked for a claim. `positions` are positions among the candidates. `units` is the unit of each (a
     single sample or a group, which is never split): 0, 1, ... ascending."""
 
-    places: Int64s
+    positions: Int64s
     units: Int64s
 
     @property
@@ -34,7 +34,7 @@ class Picked(NamedTuple):
     def first(self, units: int) -> Picked:
         """Return only the first `units` units."""
         stop = int(np.searchsorted(self.units, units))
-        return Picked(self.places[:stop], self.units[:stop])
+        return Picked(self.positions[:stop], self.units[:stop])
 
 
 def single(count: int) -> Picked:

@@ -78,7 +78,7 @@ def _find_candidates(partition: Partition, ready_index: ReadyIndex, command: Cla
         wanted = command.batch_size // command.group_size
         is_released = np.isin(rows, released) if len(released) else None
         picked = samplers.whole_groups(groups, command.group_size, wanted, is_released)
-        return Chosen(rows[picked.places], picked.units)  # each unit is a group
+        return Chosen(rows[picked.positions], picked.units)  # each unit is a group
     if not where:
         return Chosen(row_at[ready_index.first(command.batch_size, command.order)])
     # Examine more and more ready samples, until enough match or none is left.

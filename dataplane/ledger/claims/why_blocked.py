@@ -113,7 +113,7 @@ def _last_writers(state: State, partition: Partition, fields: Sequence[str]) -> 
         for number, (client, when) in last_writes.items()
     ]
     # Several may have written at the same ledger time: then the order of `partition.writers` decides.
-    write_order = {number: place for place, number in enumerate(partition.writers)}
+    write_order = {number: position for position, number in enumerate(partition.writers)}
     return tuple(
         sorted(result, key=lambda writer: (writer.ago_s, -write_order.get(writer.session, -1), writer.session))
     )
@@ -122,11 +122,11 @@ def _last_writers(state: State, partition: Partition, fields: Sequence[str]) -> 
 def sentence(facts: Blocked) -> str:
     """State the facts in one sentence. Producers that wait for space come first, because the missing samples may
     be theirs."""
-    parts = _back_pressure(facts)
+    clauses = _back_pressure(facts)
     if facts.undeclared:
-        parts.append(f"no client declared or produced {_fields_text(facts.undeclared)}")
+        clauses.append(f"no client declared or produced {_fields_text(facts.undeclared)}")
     if facts.unproduced:
-        parts.append(f"no client has produced {_fields_text(facts.unproduced)} for any live sample")
+        clauses.append(f"no client has produced {_fields_text(facts.unproduced)} for any live sample")
     lacking = [
         f"{count} lack {name!r}"
         for name, count in facts.lacking.items()
@@ -134,28 +134,28 @@ def sentence(facts: Blocked) -> str:
     ]
     if facts.lacking:
         details = f" ({', '.join(lacking[:NAMED])})" if lacking else ""
-        parts.append(f"of {facts.unclaimed} unclaimed live samples {facts.ready} have all fields{details}")
+        clauses.append(f"of {facts.unclaimed} unclaimed live samples {facts.ready} have all fields{details}")
     else:
-        parts.append(f"{facts.unclaimed} live samples are unclaimed")
+        clauses.append(f"{facts.unclaimed} live samples are unclaimed")
     if facts.filtered:
         failing = ", ".join(f"{count} fail {text}" for text, count in facts.filtered.items())
-        parts.append(f"of those, {failing}; {facts.matching} fulfil all conditions")
+        clauses.append(f"of those, {failing}; {facts.matching} fulfil all conditions")
     if facts.groups is not None:
         shown = ", ".join(f"{name!r} has {count} ready" for name, count in facts.partial.items())
-        parts.append(
+        clauses.append(
             f"{facts.groups} groups are whole, {facts.partial_groups} partial" + (f" ({shown})" if shown else "")
         )
     if facts.dropped:
-        parts.append(f"{facts.dropped} samples of partial groups were dropped")
+        clauses.append(f"{facts.dropped} samples of partial groups were dropped")
     if facts.claimed:
         held = [(facts.leased, "on lease"), (facts.held, "held for their ranks")]
-        held_parts = [f"{count} of them {state}" for count, state in held if count]
-        parts.append(", ".join([f"{facts.claimed} are claimed", *held_parts]))
+        held_texts = [f"{count} of them {state}" for count, state in held if count]
+        clauses.append(", ".join([f"{facts.claimed} are claimed", *held_texts]))
     if not facts.complete:
         expected = "an unknown number" if facts.expected is None else str(facts.expected)
-        parts.append(f"{facts.born} of {expected} samples have been put")
-    parts.append(_last_writes(facts))
-    return "; ".join(parts)
+        clauses.append(f"{facts.born} of {expected} samples have been put")
+    clauses.append(_last_writes(facts))
+    return "; ".join(clauses)
 
 
 def _back_pressure(facts: Blocked) -> list[str]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import enum
 
 from dataplane.core.types import FieldSpec, Scalar
-from dataplane.ledger.commands.parts import Int64, Int64s, Samples, Value
 from dataplane.ledger.commands.requests import Answered
 from dataplane.ledger.commands.results import Result
+from dataplane.ledger.commands.values import Int64, Int64s, Samples, Value
 
 
 class TaskMatrix(Value, frozen=True, kw_only=True):

@@ -6,23 +6,6 @@ from typing import Generic, TypeVar, get_args
 
 from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.core.types import FieldSpec
-from dataplane.ledger.commands.parts import (
-    ColumnSizes,
-    CommitColumn,
-    FieldLocations,
-    Int64,
-    Int64s,
-    Mode,
-    OnFull,
-    Order,
-    Partial,
-    Predicate,
-    Samples,
-    SavedPartition,
-    TagColumn,
-    Value,
-    WhenFull,
-)
 from dataplane.ledger.commands.results import (
     Allocated,
     Blocked,
@@ -43,6 +26,23 @@ from dataplane.ledger.commands.results import (
     SavedRows,
     StatsReport,
     UnitList,
+)
+from dataplane.ledger.commands.values import (
+    ColumnSizes,
+    CommitColumn,
+    FieldLocations,
+    Int64,
+    Int64s,
+    Mode,
+    OnFull,
+    Order,
+    Partial,
+    Predicate,
+    Samples,
+    SavedPartition,
+    TagColumn,
+    Value,
+    WhenFull,
 )
 
 R = TypeVar("R", bound=Result)
@@ -141,10 +141,10 @@ class Allocate(Answered[Allocated], frozen=True, kw_only=True):
 
 class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
     """Reserve `nbytes` in one piece for future small puts, in a unit that proved the session local to it. Answered
-    `Preallocated`. Each of those puts needs only a commit, which cuts its part off.
+    `Preallocated`. Each of those puts needs only a commit, which cuts its portion off.
 
     Never waits: raises `CapacityTimeoutError` if waiting puts need the space, if more than half of the space for new
-    rows would be in use, if `nbytes` exceeds 1/`Limits.preallocated_part` of that space, or if no free piece is large
+    rows would be in use, if `nbytes` exceeds 1/`Limits.preallocated_divisor` of that space, or if no free piece is
     enough. `Abort` frees what no commit has taken.
     """
 
@@ -172,9 +172,9 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
 
     With `listed`, the answer has fields and tags of the samples, as a List right after the commit would.
 
-    `parts`, if any, are the numbers of samples of several puts, in the order of the samples: the client stores them
-    together. In preallocated space, the values of each part begin at a granule and have an extent of their own; a
-    column has one value per sample then. A listing has the fields of each put (`part_fields`) instead of those of all.
+    `put_sizes`, if any, are the numbers of samples of several puts, in the order of the samples: the client stores them
+    together. In preallocated space, the values of each put begin at a granule and have an extent of their own; a
+    column has one value per sample then. A listing has the fields of each put (`put_fields`) instead of those of all.
     """
 
     partition: str
@@ -187,7 +187,7 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     located: Int64 | None = None
     expected: tuple[FieldLocations, ...] = ()
     listed: bool = False
-    parts: tuple[int, ...] = ()
+    put_sizes: tuple[int, ...] = ()
 
 
 class Locate(Answered[Located], frozen=True, kw_only=True):

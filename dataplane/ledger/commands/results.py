@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataplane.core.types import FieldSpec
-from dataplane.ledger.commands.parts import (
+from dataplane.ledger.commands.values import (
     FieldLocations,
     FieldNames,
     Int64s,
@@ -68,8 +68,8 @@ class Preallocated(Result, frozen=True, kw_only=True):
 class Committed(Result, frozen=True, kw_only=True):
     """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for preallocated space.
     `born` counts the new samples. `overwritten_bytes` sums the values that replaced older ones in all their
-    samples. `fields` and `tags` are as in `Listed`, on request; for a commit with parts, `part_fields` has the fields
-    of each part."""
+    samples. `fields` and `tags` are as in `Listed`, on request; for a commit of several puts, `put_fields` has the
+    fields of each put."""
 
     rows: Int64s
     generations: Int64s
@@ -78,7 +78,7 @@ class Committed(Result, frozen=True, kw_only=True):
     overwritten_bytes: int = 0
     fields: tuple[str, ...] = ()
     tags: tuple[TagColumn, ...] = ()
-    part_fields: tuple[FieldNames, ...] = ()
+    put_fields: tuple[FieldNames, ...] = ()
 
 
 class Located(Result, frozen=True, kw_only=True):

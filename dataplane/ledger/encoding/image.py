@@ -23,7 +23,7 @@ import numpy as np
 from dataplane.core import number_set, types
 from dataplane.errors import DataPlaneError, from_wire, to_wire
 from dataplane.ledger.allocation import reservations
-from dataplane.ledger.commands import inputs, inspection, parts, requests, results
+from dataplane.ledger.commands import inputs, inspection, requests, results, values
 from dataplane.ledger.state import (
     extents,
     fields,
@@ -75,17 +75,17 @@ def load(image: bytes) -> list[Any]:
 class _Writer:
     """Encoder. Each object with an identity gets an entry (kind, content) in `table`; `drain` writes the entries.
 
-    An object's place, its index in the table, is assigned at the first reference. `_places`: places by `id()`;
-    `_alive`: the objects by place, kept alive so that no id is reused; `_written`: number of entries in `table`."""
+    An object's index in the table is assigned at the first reference. `_indices`: by `id()`;
+    `_alive`: the objects by index, kept alive so that no id is reused; `_written`: number of entries in `table`."""
 
     def __init__(self) -> None:
         self.table: list[list[Any]] = []
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._alive: list[Any] = []
         self._written = 0
 
     def encode(self, value: Any) -> Any:
-        """Encode a value inline, or as a reference [place] to its entry in the table. Other inline values than plain
+        """Encode a value inline, or as a reference [index] to its entry in the table. Other inline values than plain
         ones are lists that begin with a letter (see the module's docstring)."""
         kind = type(value)
         if kind is int and value.bit_length() > _INT_BITS:
@@ -110,15 +110,15 @@ class _Writer:
                 _class_name(kind),
                 [self.encode(getattr(value, field.name)) for field in dataclasses.fields(kind)],
             ]
-        return [self._place_of(value)]
+        return [self._index_of(value)]
 
-    def _place_of(self, value: Any) -> int:
+    def _index_of(self, value: Any) -> int:
         """Return the index of the object's entry in the table, assigned at the first call."""
-        place = self._places.get(id(value))
-        if place is None:
-            place = self._places[id(value)] = len(self._alive)
+        index = self._indices.get(id(value))
+        if index is None:
+            index = self._indices[id(value)] = len(self._alive)
             self._alive.append(value)
-        return place
+        return index
 
     def drain(self) -> None:
         """Write the entries of all referenced objects, including those that the entries refer to."""
@@ -169,7 +169,7 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 
 _STORED = _by_name(
     (
-        *(number_set, types, inputs, inspection, parts, requests, results),
+        *(number_set, types, inputs, inspection, requests, results, values),
         *(extents, fields, free_space, partition),
         *(
             reservations,
@@ -206,13 +206,13 @@ class _Reader:
                 fill(self, target, entry)
 
     def decode(self, encoded: Any) -> Any:
-        """Decode an inline value (letters: see the module's docstring) or a reference [place]: the inverse of
+        """Decode an inline value (letters: see the module's docstring) or a reference [index]: the inverse of
         `_Writer.encode`."""
         if type(encoded) is not list:
             return encoded
         match encoded:
-            case [int(place)]:
-                return self._objects[place]
+            case [int(index)]:
+                return self._objects[index]
             case ["t", items]:
                 return tuple([self.decode(item) for item in items])
             case ["n", name, items]:

@@ -59,8 +59,8 @@ def decode_request(message: bytes) -> CallersInput:
 def number_of(message: bytes) -> int:
     """Return the number of the call in a message that `decode_request` rejects; 0 if it has none."""
     try:
-        parts = _split.decode(message)
-        return _number.decode(parts[2]) if _text.decode(parts[0]) == c.Call.__name__ else 0
+        items = _split.decode(message)
+        return _number.decode(items[2]) if _text.decode(items[0]) == c.Call.__name__ else 0
     except (*MALFORMED, IndexError):
         return 0
 
@@ -149,31 +149,31 @@ def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
     return InvalidRequestError(f"{what}: {why}")
 
 
-def _faults(place: str, value: Any) -> Iterator[str]:
-    """Yield a description, with its place, of each part of the value that has no encoded form."""
+def _faults(what: str, value: Any) -> Iterator[str]:
+    """Yield a description of each entry of the value that has no encoded form."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             yield (
-                f"{place}: the string {value[:80]!r} contains an unpaired surrogate, which is not valid Unicode. "
+                f"{what}: the string {value[:80]!r} contains an unpaired surrogate, which is not valid Unicode. "
                 "Replace it, for example with text.encode('utf-8', 'replace').decode()"
             )
     elif isinstance(value, int):
         if not INT64_MIN <= value <= INT64_MAX:
-            yield f"{place}={value!r}: expected an integer of at most 64 bits"
+            yield f"{what}={value!r}: expected an integer of at most 64 bits"
     elif isinstance(value, c.Samples):
         yield from _faults("sample id", value.ids)
     elif isinstance(value, c.Value):
         # Names and tag values are described in the words of the user; other fields by their names.
         kind = "tag" if isinstance(value, c.TagColumn) else "field"
-        places = {"name": f"{kind} name", "values": f"tag {getattr(value, 'name', '')!r}"}
+        names = {"name": f"{kind} name", "values": f"tag {getattr(value, 'name', '')!r}"}
         for name in value.__struct_fields__:
-            yield from _faults(places.get(name, name), getattr(value, name))
+            yield from _faults(names.get(name, name), getattr(value, name))
     elif isinstance(value, dict):
         for key, entry in value.items():
-            yield from _faults(place, key)
-            yield from _faults(place, entry)
+            yield from _faults(what, key)
+            yield from _faults(what, entry)
     elif isinstance(value, tuple):
         for entry in value:
-            yield from _faults(place, entry)
+            yield from _faults(what, entry)

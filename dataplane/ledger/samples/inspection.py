@@ -18,7 +18,7 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tasks import ReadyIndex, Task, least_of
 
 PARTS = 4096
-"""An answer has at most this many parts."""
+"""An answer has at most this many intervals."""
 EXAMINED = 1 << 16
 """About this many samples are examined at most for one answer."""
 STALEST = 1024
@@ -34,16 +34,16 @@ class Inspection:
         self.state = state
 
     def matrix(self, command: c.Inspect) -> c.Matrix:
-        """Return how many samples have each field, and are claimed or leased by each task, for equal parts of the
+        """Return how many samples have each field, and are claimed or leased by each task, for equal intervals of the
         partition by age. In a large partition only some samples of each part are examined."""
         partition = self.state.partition(command.partition)
         rows = partition.rows.in_order()
-        edges = _part_edges(len(rows), _check_parts("columns", command.columns))
-        chosen, firsts = _pick_rows(rows, edges)  # firsts: where each part begins in `chosen`
+        edges = _interval_edges(len(rows), _check_intervals("columns", command.columns))
+        chosen, firsts = _pick_rows(rows, edges)  # firsts: where each interval begins in `chosen`
         oldest, newest = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
 
         def count(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> c.Int64s:
-            """Return the number of set flags in each part, none of which is empty."""
+            """Return the number of set flags in each interval, none of which is empty."""
             return np.add.reduceat(flags, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
 
         return c.Matrix(
@@ -136,12 +136,12 @@ class Inspection:
         )
 
     def memory(self, command: c.MapMemory) -> c.MemoryMap:
-        """Return how many bytes are live, reserved, retired and pinned in each of equal parts of the arena ("cells" of
-        the view), by address."""
+        """Return how many bytes are live, reserved, retired and pinned in each of equal intervals of the arena ("cells"
+        of the view), by address."""
         unit = self.state.unit(command.unit)
         extents = self.state.extents
         space = unit.space
-        cell_bytes = max(ceil_div(space.capacity_bytes, _check_parts("cells", command.cells)), 1)
+        cell_bytes = max(ceil_div(space.capacity_bytes, _check_intervals("cells", command.cells)), 1)
         edges = np.arange(ceil_div(space.capacity_bytes, cell_bytes) + 1, dtype=np.int64) * cell_bytes
         numbers = extents.of_unit(unit.number)
         states = extents.states[numbers]
@@ -221,27 +221,27 @@ def _lowest_version(partition: Partition, ready_index: ReadyIndex) -> int | None
     return int(known.min()) if len(known) else None
 
 
-def _check_parts(what: str, wanted: int) -> int:
+def _check_intervals(what: str, wanted: int) -> int:
     if not 1 <= wanted <= PARTS:
         raise InvalidRequestError(f"{what}={wanted}: must be in [1, {PARTS}]")
     return wanted
 
 
-def _part_edges(count: int, parts: int) -> c.Int64s:
-    """Divide `count` items into equal parts (fewer than `parts` rather than empty ones). Return where each begins, and
+def _interval_edges(count: int, intervals: int) -> c.Int64s:
+    """Divide `count` items into equal intervals (at most `intervals`, none empty). Return where each begins, and
     the end of the last."""
-    parts = min(parts, count)
-    return np.arange(parts + 1, dtype=np.int64) * count // parts if parts else np.zeros(1, np.int64)
+    intervals = min(intervals, count)
+    return np.arange(intervals + 1, dtype=np.int64) * count // intervals if intervals else np.zeros(1, np.int64)
 
 
 def _pick_rows(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
-    """Return about `EXAMINED` of the rows (all if there are no more), evenly spread over each part, and where each part
-    begins among them. `edges`: as returned by `_part_edges`."""
-    step = ceil_div(len(rows), EXAMINED)  # every step-th row of a part is picked
+    """Return about `EXAMINED` of the rows (all if there are no more), evenly spread over each interval, and where each
+    interval begins among them. `edges`: as returned by `_interval_edges`."""
+    step = ceil_div(len(rows), EXAMINED)  # every step-th row of an interval is picked
     if step <= 1:
         return rows, edges[:-1]
     positions = [np.arange(first, last, step) for first, last in itertools.pairwise(edges.tolist())]
-    firsts = np.cumsum([0, *(len(part) for part in positions[:-1])])
+    firsts = np.cumsum([0, *(len(each) for each in positions[:-1])])
     return rows[np.concatenate(positions)], firsts
 
 

@@ -445,9 +445,9 @@ class Partition:
             return ()
         return tuple(name for name in self.names() if self.has(name, rows).all())
 
-    def part_fields(self, rows: Int64s, parts: tuple[int, ...]) -> tuple[FieldNames, ...]:
-        """Return the `common_fields` of each part. parts: the numbers of rows of consecutive parts."""
-        ranges = pairwise(accumulate(parts, initial=0))
+    def put_fields(self, rows: Int64s, put_sizes: tuple[int, ...]) -> tuple[FieldNames, ...]:
+        """Return the `common_fields` of each put. put_sizes: the numbers of rows of consecutive puts."""
+        ranges = pairwise(accumulate(put_sizes, initial=0))
         return tuple(FieldNames(names=self.common_fields(rows[first:last])) for first, last in ranges)
 
 

@@ -59,8 +59,8 @@ class Limits:
     conditions in one command, and fields, tasks, tags or enumerations of a partition.
     id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or
     unit. tag_bytes: characters of one string tag. path_bytes: characters of a path or endpoint sent
-    by a client or unit. preallocated_part: one request for preallocated space may take at most
-    1/preallocated_part of the space for new rows in a unit. steps: steps of a task whose shares are
+    by a client or unit. preallocated_divisor: one request for preallocated space may take at most
+    1/preallocated_divisor of the space for new rows in a unit. steps: steps of a task whose shares are
     remembered. saves: `Save` calls of one session that are not released; each holds 20 bytes per
     cell. interests: (task, fields) combinations per partition whose ready samples are tracked;
     beyond the limit, the least recently used one without waiting claims is replaced.
@@ -77,7 +77,7 @@ class Limits:
     id_bytes: int = 1024
     tag_bytes: int = 1 << 16
     path_bytes: int = 4096
-    preallocated_part: int = 64
+    preallocated_divisor: int = 64
     steps: int = 256
     saves: int = 4
     interests: int = 64
@@ -152,9 +152,9 @@ class Preallocation(ReservedSpace):
 
 class Parked:
     """A call of a client that waits in the ledger. `number`: its call number in the session. `since` and `deadline` are
-    ledger times. `place` increases with each call that starts to wait."""
+    ledger times. `serial` increases with each call that starts to wait."""
 
-    place = 0
+    serial = 0
 
     def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
         self.session = session

@@ -95,7 +95,7 @@ class State:
         self.finders: tuple[ParkedFind, ...] = ()
         # Partitions whose parked claims must be evaluated again.
         self.touched: dict[str, Partition] = {}
-        # Heap of (deadline, place, session number, call number) of parked calls; with outdated
+        # Heap of (deadline, serial, session number, call number) of parked calls; with outdated
         # entries.
         self.alarms: list[tuple[float, int, int, int]] = []
         self.leases = Leases()
@@ -161,14 +161,14 @@ class State:
     def waiting_claims(self, partition: Partition) -> list[ParkedClaim]:
         """Return the partition's parked claims, longest waiting first."""
         claims = [self.claim_waiters[key] for watch in partition.watches.values() for key in watch.waiters]
-        return sorted(claims, key=lambda claim: claim.place)
+        return sorted(claims, key=lambda claim: claim.serial)
 
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
         """Return the partition's puts that wait for space, moves included, longest waiting first."""
         number = partition.account.number
         lines = [by_account[number].values() for by_account in self.space_waiters.values() if number in by_account]
         moves = [put for put in self.moves.values() if put.partition is partition]
-        return sorted(chain(*lines, moves), key=lambda put: put.place)
+        return sorted(chain(*lines, moves), key=lambda put: put.serial)
 
     def recheck_all_puts(self) -> None:
         """Mark all puts that wait for space for another evaluation."""
@@ -260,8 +260,8 @@ class State:
         check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
         parked.session.parked[parked.number] = parked
-        parked.place = self.serial()
-        heapq.heappush(self.alarms, (parked.deadline, parked.place, parked.session.number, parked.number))
+        parked.serial = self.serial()
+        heapq.heappush(self.alarms, (parked.deadline, parked.serial, parked.session.number, parked.number))
         if isinstance(parked, ParkedClaim):
             self._park_claim(parked)
         elif isinstance(parked, ParkedAllocate):
@@ -396,8 +396,8 @@ Lines = dict[int, Line]
 class WaitQueues:
     """Iterator over the puts of several lines in order of arrival. The current put may be removed from its line during
     its turn. The cost is proportional to the number of lines and of puts that have a turn. `_next`: heap with the next
-    put of each line, as (place, put, the line's iterator). `_last`: iterator of the current put's line, which is queued
-    again before the next put is chosen."""
+    put of each line, as (serial, put, the line's iterator). `_last`: iterator of the current put's line, which is
+    queued again before the next put is chosen."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._next: list[tuple[int, ParkedAllocate, Iterator[ParkedAllocate]]] = []
@@ -424,7 +424,7 @@ class WaitQueues:
         """Add the line's next put to the heap, if it has one."""
         parked = next(turns, None)
         if parked is not None:
-            heapq.heappush(self._next, (parked.place, parked, turns))
+            heapq.heappush(self._next, (parked.serial, parked, turns))
 
 
 def _iterate_line(line: Line) -> Iterator[ParkedAllocate]:

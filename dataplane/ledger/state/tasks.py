@@ -225,7 +225,7 @@ class ReadyIndex:
     def _oldest_ready(self, wanted: int) -> Int64s:
         """Return the first `wanted` set positions, in chunks from `low` on. Raise `low` to the first set flag, so that
         the next scan is shorter."""
-        parts: list[Int64s] = []
+        arrays: list[Int64s] = []
         at = self.low
         missing = wanted
         while missing > 0 and at < self.high:
@@ -233,15 +233,15 @@ class ReadyIndex:
             found = np.flatnonzero(self.flags[at:stop])[:missing] + at
             if len(found) and missing == wanted:  # the first ones of this scan
                 self.low = int(found[0])
-            parts.append(found)
+            arrays.append(found)
             missing -= len(found)
             at = stop
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
     def _freshest_ready(self, wanted: int) -> Int64s:
         """Return the last `wanted` set positions, latest first, in chunks from `high` down. Lower `high` to the end of
         the last set flag, so that the next scan is shorter."""
-        parts: list[Int64s] = []
+        arrays: list[Int64s] = []
         at = self.high
         missing = wanted
         while missing > 0 and at > self.low:
@@ -249,10 +249,10 @@ class ReadyIndex:
             found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:missing]
             if len(found) and missing == wanted:  # the first ones of this scan
                 self.high = int(found[0]) + 1
-            parts.append(found)
+            arrays.append(found)
             missing -= len(found)
             at = start
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 class Lease:

@@ -701,7 +701,7 @@ class AbortRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., reservation: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected", "listed", "parts")
+    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected", "listed", "put_sizes")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -713,7 +713,7 @@ class CommitRequest(_message.Message):
     LOCATED_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     LISTED_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
+    PUT_SIZES_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
@@ -725,11 +725,11 @@ class CommitRequest(_message.Message):
     located: int
     expected: _containers.RepeatedCompositeFieldContainer[FieldLocations]
     listed: bool
-    parts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., listed: bool = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+    put_sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., listed: bool = ..., put_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("rows", "generations", "evicted", "born", "overwritten_bytes", "fields", "tags", "part_fields")
+    __slots__ = ("rows", "generations", "evicted", "born", "overwritten_bytes", "fields", "tags", "put_fields")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
@@ -737,7 +737,7 @@ class Committed(_message.Message):
     OVERWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELDS_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     generations: bytes
     evicted: _containers.RepeatedScalarFieldContainer[str]
@@ -745,8 +745,8 @@ class Committed(_message.Message):
     overwritten_bytes: int
     fields: _containers.RepeatedScalarFieldContainer[str]
     tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
-    part_fields: _containers.RepeatedCompositeFieldContainer[FieldNames]
-    def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., part_fields: _Optional[_Iterable[_Union[FieldNames, _Mapping]]] = ...) -> None: ...
+    put_fields: _containers.RepeatedCompositeFieldContainer[FieldNames]
+    def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., put_fields: _Optional[_Iterable[_Union[FieldNames, _Mapping]]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("header", "partition", "samples", "fields", "missing_ok")

@@ -21,11 +21,11 @@ from dataplane.storage.transport.request_chunks import CHUNK_RANGES, MAX_ARENA_B
 @dataclass(frozen=True, kw_only=True)
 class ReadRequest:
     """One read request. The ranges (`offsets`, `sizes`) of the arena, concatenated, have `nbytes`. They fill the bytes
-    [first, last) of each entry (buffer, first, last) of `places` in turn. inner: as in `ReadRanges`."""
+    [first, last) of each entry (buffer, first, last) of `targets` in turn. inner: as in `ReadRanges`."""
 
     offsets: list[int]
     sizes: list[int]
-    places: list[tuple[int, int, int]]
+    targets: list[tuple[int, int, int]]
     nbytes: int
     inner: InnerSlice | None = None
 
@@ -76,15 +76,15 @@ def plan_read(
     # stream.
     edges = [0, *itertools.accumulate(counts)]
     starts = [int(stream.packed[edge]) if edge < len(offsets) else stream.nbytes for edge in edges]
-    places = stream.packed - np.repeat(starts[:-1], counts)
+    targets = stream.packed - np.repeat(starts[:-1], counts)
     if order is not None:  # back to the order of the call
-        sorted_places, places = places, np.empty_like(places)
-        places[order] = sorted_places
+        sorted_positions, targets = targets, np.empty_like(targets)
+        targets[order] = sorted_positions
     return ReadPlan(
         requests=[stream.request(begin, end, starts) for begin, end in pairwise(stream.cuts(chunk_bytes))],
         buffers=[end - begin for begin, end in pairwise(starts)],
         which=which,
-        offsets=places,
+        offsets=targets,
     )
 
 
@@ -108,7 +108,7 @@ def plan_slices(offsets: Int64s, elements: Int64s, inner: InnerSlice, *, within:
             begins = [offset + number * inner.unit_bytes + inner.first for offset, _, number in ranges]
             last = first + sum(sizes)
             requests.append(
-                ReadRequest(offsets=begins, sizes=sizes, places=[(0, first, last)], nbytes=last - first, inner=inner)
+                ReadRequest(offsets=begins, sizes=sizes, targets=[(0, first, last)], nbytes=last - first, inner=inner)
             )
             first = last
     return ReadPlan(requests=requests, buffers=[nbytes], which=np.zeros(count, np.int32), offsets=starts)
@@ -168,9 +168,9 @@ def _plan_nonempty(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which:
     filled = sizes > 0
     filled_counts = np.bincount(which[filled], minlength=len(counts)).tolist()  # of each column
     plan = plan_read(offsets[filled], sizes[filled], columns=filled_counts, chunk_bytes=chunk_bytes)
-    places = np.zeros(len(offsets), np.int64)
-    places[filled] = plan.offsets
-    return ReadPlan(requests=plan.requests, buffers=plan.buffers, which=which, offsets=places)
+    targets = np.zeros(len(offsets), np.int64)
+    targets[filled] = plan.offsets
+    return ReadPlan(requests=plan.requests, buffers=plan.buffers, which=which, offsets=targets)
 
 
 class _Stream:
@@ -220,7 +220,7 @@ class _Stream:
             offsets=offsets,
             sizes=sizes,
             # The part of these bytes that each column's buffer gets.
-            places=[
+            targets=[
                 (number, max(first, begin) - begin, min(last, end) - begin)
                 for number, (begin, end) in enumerate(pairwise(starts))
                 if max(first, begin) < min(last, end)

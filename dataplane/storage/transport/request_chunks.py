@@ -68,9 +68,9 @@ def plan_write(
         for piece in _byte_views(given):
             added = 0  # bytes of the piece that are in chunks
             while added < len(piece):
-                part = piece[added : added + builder.free_bytes]
-                yield from builder.add(piece_offset + added, part)
-                added += len(part)
+                run = piece[added : added + builder.free_bytes]
+                yield from builder.add(piece_offset + added, run)
+                added += len(run)
             piece_offset += len(piece)
     yield from builder.finish()
 

@@ -86,8 +86,8 @@ def test_what_to_do_about_one_that_is_gone_in_part_is_said(
     with pytest.raises(ChannelLostError, match="creation of channel 'c'") as raised:
         Channel.create("c", distributed=True, directory=client, here=0)
     assert raised.value.__notes__ == [
-        "Other parts of Channel('c', maxsize=0, distributed over nodes [0, 1, 2]) are alive; to replace the channel, "
-        "`connect` to it and `close` it"
+        "Other branches of Channel('c', maxsize=0, distributed over nodes [0, 1, 2]) are alive; to replace the "
+        "channel, `connect` to it and `close` it"
     ]
     Channel.connect("c", directory=client).close()
     made = Channel.create("c", distributed=True, directory=client, here=0)

@@ -70,13 +70,13 @@ def _only(effects: list[tuple[bytes, Reply]]) -> tuple[bytes, Reply]:
 
 def test_a_name_in_use_is_refused_unless_it_ended() -> None:
     registry = Registry()
-    first = _only(_register(registry, b"a", Kind.GROUP, "g"))[1]
-    refused = _only(_register(registry, b"b", Kind.GROUP, "g"))[1]
+    first = _only(_register(registry, b"a", Kind.WORKER_GROUP, "g"))[1]
+    refused = _only(_register(registry, b"b", Kind.WORKER_GROUP, "g"))[1]
     assert isinstance(first, Found)
     assert isinstance(refused, Failed)
     assert refused.error == "NameInUseError"
-    registry.end(b"a", End(number=2, kind=Kind.GROUP, name="g", incarnation=None, why="done"))
-    again = _only(_register(registry, b"b", Kind.GROUP, "g"))[1]
+    registry.end(b"a", End(number=2, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="done"))
+    again = _only(_register(registry, b"b", Kind.WORKER_GROUP, "g"))[1]
     assert isinstance(again, Found)
     assert again.entries[0].incarnation > first.entries[0].incarnation
 
@@ -148,7 +148,9 @@ def test_a_rank_that_a_group_has_not_is_said_at_once() -> None:
     registry = Registry()
     for name in ("g:1", "g:2", "gg:2", "g:²"):
         _lookup(registry, name.encode(), Kind.WORKER, name, wait_s=5.0)
-    request = RegisterProcess(number=1, kind=Kind.GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False)
+    request = RegisterProcess(
+        number=1, kind=Kind.WORKER_GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False
+    )
     waited, registered = registry.register(b"d", request)
     no_such_rank = Failed(7, "NoSuchRankError", {"group": "g", "rank": 2, "size": 2})
     assert registered[0] == b"d"
@@ -160,13 +162,13 @@ def test_a_rank_that_a_group_has_not_is_said_at_once() -> None:
 
 def test_the_end_of_a_group_is_that_of_its_workers_and_of_waits_for_them() -> None:
     registry = Registry()
-    _register(registry, b"d", Kind.GROUP, "g", owned=False)
-    _register(registry, b"d", Kind.GROUP, "gg", owned=False)
+    _register(registry, b"d", Kind.WORKER_GROUP, "g", owned=False)
+    _register(registry, b"d", Kind.WORKER_GROUP, "gg", owned=False)
     for name in ("g:0", "g:0:1", "gg:0"):
         _register(registry, name.encode(), Kind.WORKER, name)
     _lookup(registry, b"x", Kind.WORKER, "g:0:1")
     _lookup(registry, b"y", Kind.WORKER, "g:1", wait_s=60.0)
-    effects = registry.end(b"d", End(number=3, kind=Kind.GROUP, name="g", incarnation=None, why="shut down"))
+    effects = registry.end(b"d", End(number=3, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="shut down"))
     by_session = dict(effects)
     assert isinstance(by_session[b"x"], Gone)
     assert by_session[b"x"].entry.name == "g:0:1"
@@ -178,10 +180,10 @@ def test_the_end_of_a_group_is_that_of_its_workers_and_of_waits_for_them() -> No
 
 def test_a_group_registered_again_knows_nothing_of_the_one_before() -> None:
     registry = Registry()
-    _register(registry, b"d", Kind.GROUP, "g", owned=False)
+    _register(registry, b"d", Kind.WORKER_GROUP, "g", owned=False)
     _register(registry, b"a", Kind.WORKER, "g:0")
-    registry.end(b"d", End(number=3, kind=Kind.GROUP, name="g", incarnation=None, why="shut down"))
-    _register(registry, b"d", Kind.GROUP, "g", owned=False)
+    registry.end(b"d", End(number=3, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="shut down"))
+    _register(registry, b"d", Kind.WORKER_GROUP, "g", owned=False)
     assert _lookup(registry, b"x", Kind.WORKER, "g:0", wait_s=60.0) == []
 
 
@@ -213,10 +215,10 @@ def other(directory: Directory) -> Iterator[DirectoryClient]:
 
 
 def test_what_one_registers_another_finds(client: DirectoryClient, other: DirectoryClient) -> None:
-    group = client.register_group("g", {"class": "Actor", "world_size": 2})
+    group = client.register_worker_group("g", {"class": "Actor", "world_size": 2})
     worker = client.register_worker(G0, "tcp://127.0.0.1:1", {"node": 3})
     channel = client.register_channel("c", ("ipc://x", "tcp://y:1"), {"maxsize": 4})
-    assert other.lookup_group("g") == group
+    assert other.lookup_worker_group("g") == group
     assert other.lookup_worker(G0) == worker
     assert other.lookup_channel("c") == channel
     assert group.facts == {"class": "Actor", "world_size": 2}
@@ -250,17 +252,17 @@ def test_a_closed_client_takes_its_own_with_it(
     client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
     leaving = DirectoryClient(directory.address)
     leaving.register_worker(G0, "e")
-    leaving.register_group("g", {})
+    leaving.register_worker_group("g", {})
     client.lookup_worker(G0)
     leaving.close()
     leaving.close()
     assert heard.wait(60)
     assert [(entry.name, entry.state) for entry in told] == [("g:0", EntryState.ENDED)]
-    assert client.lookup_group("g").live
+    assert client.lookup_worker_group("g").live
     with pytest.raises(WorkerLostError, match="g:0 is gone: it was closed"):
         client.lookup_worker(G0)
     with pytest.raises(DirectoryLostError, match="this client was closed"):
-        leaving.lookup_group("g")
+        leaving.lookup_worker_group("g")
 
 
 def _hold(address: str, pipe: Connection, environment: bool) -> None:
@@ -305,13 +307,13 @@ def test_a_process_that_dies_is_noticed(
 
 def test_a_directory_that_ends_is_noticed() -> None:
     with Directory.serve() as directory, DirectoryClient(directory.address) as client:
-        future = client.ask(Kind.GROUP, "never", 300.0)
-        client.register_group("g", {})
+        future = client.ask(Kind.WORKER_GROUP, "never", 300.0)
+        client.register_worker_group("g", {})
         directory.close()
         with pytest.raises(DirectoryLostError, match="accepted no connection"):
             future.result(60)
         with pytest.raises(DirectoryLostError, match=directory.address):
-            client.lookup_group("g")
+            client.lookup_worker_group("g")
 
 
 def test_no_directory_at_the_address() -> None:
@@ -319,7 +321,7 @@ def test_no_directory_at_the_address() -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with DirectoryClient(address) as client, pytest.raises(DirectoryLostError, match=address):
-            client.lookup_group("g", wait_s=60)
+            client.lookup_worker_group("g", wait_s=60)
 
 
 def test_outside_of_a_job_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +337,7 @@ def test_nothing_is_left_open() -> None:
 def _serve_again_and_again() -> None:
     def once() -> None:
         with Directory.serve() as directory, DirectoryClient(directory.address) as client:
-            client.register_group("g", {})
+            client.register_worker_group("g", {})
 
     leaves_nothing_open(once)
 
@@ -345,8 +347,8 @@ def test_an_answer_that_comes_as_its_wait_runs_out_is_taken(client: DirectoryCli
 
 
 def test_waiting_costs_no_processor_time(directory: Directory, client: DirectoryClient) -> None:
-    client.register_group("g", {})
-    future = client.ask(Kind.GROUP, "never", 60.0)
+    client.register_worker_group("g", {})
+    future = client.ask(Kind.WORKER_GROUP, "never", 60.0)
 
     def wait() -> None:
         with pytest.raises(TimeoutError):
@@ -367,7 +369,7 @@ def test_a_message_that_makes_no_sense_is_dropped(frames: list[bytes]) -> None:
         with logged("Malformed message to the directory dropped"):
             peer.send_multipart(frames)
         client = DirectoryClient(directory.address)
-        assert client.register_group("g", {}).live
+        assert client.register_worker_group("g", {}).live
         client.close()
 
 
@@ -377,8 +379,8 @@ def test_a_defect_in_one_request_is_told_and_the_directory_goes_on(monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr(Registry, "register", lambda *_: 1 // 0)
             with pytest.raises(InternalError, match="ZeroDivisionError"):
-                client.register_group("g", {})
-        assert client.register_group("g", {}).live
+                client.register_worker_group("g", {})
+        assert client.register_worker_group("g", {}).live
         client.close()
 
 
@@ -386,9 +388,9 @@ def test_a_defect_at_one_answer_is_its_call_s(client: DirectoryClient, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(client_module, "error_of", lambda _: 1 // 0)
         with pytest.raises(InternalError, match="ZeroDivisionError"):
-            client.lookup_group("g")
+            client.lookup_worker_group("g")
     with pytest.raises(NameNotFoundError):
-        client.lookup_group("g")
+        client.lookup_worker_group("g")
 
 
 # --- what makes no sense -----------------------------------------------------------------------------------------
@@ -418,8 +420,8 @@ def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: Dire
 @pytest.mark.parametrize("name", ["", "a:b"])
 def test_a_group_whose_name_no_address_can_have_is_not_registered(client: DirectoryClient, name: str) -> None:
     with pytest.raises(ValueError, match="must not be empty and must not contain"):
-        client.register_group(name, {})
-    assert client.listing(Kind.GROUP) == []
+        client.register_worker_group(name, {})
+    assert client.listing(Kind.WORKER_GROUP) == []
 
 
 def test_a_client_of_another_version_is_refused_and_others_are_not(
@@ -441,12 +443,12 @@ def test_a_client_of_another_version_is_refused_and_others_are_not(
 
 def test_arguments_that_cannot_be_sent_are_refused_at_the_call(client: DirectoryClient) -> None:
     with pytest.raises(TypeError, match="unsupported"):
-        client.register_group("g", {"size": object()})  # type: ignore[dict-item]
+        client.register_worker_group("g", {"size": object()})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="Expected"):
-        client.register_group("g", {"size": {}})  # type: ignore[dict-item]
+        client.register_worker_group("g", {"size": {}})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="Expected `str`"):
-        client.lookup_group(5)  # type: ignore[arg-type]
-    assert client.register_group("g", {}).live
+        client.lookup_worker_group(5)  # type: ignore[arg-type]
+    assert client.register_worker_group("g", {}).live
 
 
 def test_a_defect_in_one_step_leaves_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,6 +456,6 @@ def test_a_defect_in_one_step_leaves_the_directory(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patched:
             patched.setattr(Registry, "expire", lambda *_: 1 // 0)
             with logged("Directory failed in _expire"):
-                assert client.register_group("g", {}).live
+                assert client.register_worker_group("g", {}).live
         with pytest.raises(NameNotFoundError):
-            client.lookup_group("h", wait_s=0.01)
+            client.lookup_worker_group("h", wait_s=0.01)

@@ -104,13 +104,13 @@ def test_what_is_asked_while_the_directory_stands_still_is_answered_when_it_goes
         told: list[DirectoryEntry] = []
         client.subscribe(told.append)
         mine = client.register_worker(G0, "e")
-        assert other.listing(Kind.GROUP) == [], "it is connected"
-        waiting = other.ask(Kind.GROUP, "late", 60.0)
+        assert other.listing(Kind.WORKER_GROUP) == [], "it is connected"
+        waiting = other.ask(Kind.WORKER_GROUP, "late", 60.0)
         frozen.stop()
         for each in (client, other):
             _until_taken(each)
         monkeypatch.setattr(client_module, "AWAY_S", 0.2)
-        asked = client._ask_register(Kind.GROUP, "late", (), {}, owned=False)
+        asked = client._ask_register(Kind.WORKER_GROUP, "late", (), {}, owned=False)
         again = other.ask(Kind.WORKER, "g:0", 0.0)
         time.sleep(1.0)
         assert not asked.done()
@@ -126,8 +126,8 @@ def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
     frozen: Frozen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DirectoryClient(frozen.address) as client:
-        client.register_group("g", {})
-        waiting = client.ask(Kind.GROUP, "never", 600.0)
+        client.register_worker_group("g", {})
+        waiting = client.ask(Kind.WORKER_GROUP, "never", 600.0)
         frozen.stop()
         _until_taken(client)
         with monkeypatch.context() as hurried:
@@ -136,10 +136,10 @@ def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
             with pytest.raises(DirectoryLostError, match="sent nothing for 1 s"):
                 waiting.result(60)
         with pytest.raises(DirectoryLostError, match="sent nothing"):
-            client.lookup_group("g")
+            client.lookup_worker_group("g")
         frozen.go_on()
         wait_until(lambda: client._lost_error is None, "it is found again")
-        assert client.lookup_group("g").live
+        assert client.lookup_worker_group("g").live
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_process_that_was_given_up_learns_it_and_is_registered_anew(
         _cut_for_long(apart, client)
         with pytest.raises(WorkerLostError, match="its connection broke"):
             client.lookup_worker(G0)
-        waiting = other.ask(Kind.GROUP, "late", 60.0)
+        waiting = other.ask(Kind.WORKER_GROUP, "late", 60.0)
         apart.heal()
         wait_until(lambda: len(told) == 2, "it learns it")
         lost, anew = told
@@ -182,7 +182,7 @@ def test_a_process_that_was_given_up_learns_it_and_is_registered_anew(
         assert anew.incarnation > mine.incarnation
         assert client.lookup_worker(G0) == anew
         assert (anew.endpoints, anew.facts) == (("e",), {"rank": 3})
-        late = client.register_group("late", {})
+        late = client.register_worker_group("late", {})
         assert waiting.result(60) == (late,)
     with pytest.raises(WorkerLostError, match="it was closed"):
         client.lookup_worker(G0)
@@ -207,16 +207,16 @@ def test_what_was_asked_before_a_short_break_is_answered_once(
     directory: Directory, client: DirectoryClient, apart: Proxy
 ) -> None:
     with DirectoryClient(f"127.0.0.1:{apart.port}") as other:
-        other.register_group("before", {})
+        other.register_worker_group("before", {})
         apart.pause()
-        asked = [other._ask_register(Kind.GROUP, "g", (), {}, owned=False) for _ in range(2)]
+        asked = [other._ask_register(Kind.WORKER_GROUP, "g", (), {}, owned=False) for _ in range(2)]
         apart.cut()
         apart.heal()
         (entry,) = asked[0].result(60)
         assert entry.live
         with pytest.raises(NameInUseError):
             asked[1].result(60)
-        assert client.lookup_group("g") == entry
+        assert client.lookup_worker_group("g") == entry
 
 
 def test_a_registration_that_nobody_waits_for_any_more_is_undone(
@@ -228,12 +228,12 @@ def test_a_registration_that_nobody_waits_for_any_more_is_undone(
         with monkeypatch.context() as hurried:
             hurried.setattr(client_module, "ANSWER_S", 0.1)
             with pytest.raises(DirectoryLostError, match=r"waited 0.1 s for registering group 'g'"):
-                other.register_group("g", {})
+                other.register_worker_group("g", {})
         apart.heal()
 
         def is_free() -> bool:
             try:
-                return client.register_group("g", {}).live
+                return client.register_worker_group("g", {}).live
             except NameInUseError:
                 return False
 

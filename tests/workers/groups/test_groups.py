@@ -254,12 +254,12 @@ def test_a_directory_and_its_client_go_on(monkeypatch: pytest.MonkeyPatch) -> No
     with Directory.serve() as served:
         proxy = Proxy(split_address(served.address)[1])
         with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
-            client.register_group("g", {})
+            client.register_worker_group("g", {})
             client.register_channel("c", ("somewhere",), {})
             with exhausted(monkeypatch, Path, "read_text"):
                 proxy.cut()
                 proxy.heal()
-                assert client.lookup_group("g").live
+                assert client.lookup_worker_group("g").live
                 assert client.lookup_channel("c").live
         proxy.close()
 

@@ -19,7 +19,7 @@ from workers.directory.address import WorkerAddress
 from workers.groups.worker import COLLECTIVES_VARIABLE
 from workers.messages import AsyncWork, Messenger
 from workers.messages.collectives import Road
-from workers.messages.transfers import Groups
+from workers.messages.transfers import Collectives
 from workers.messages.wire import WantMessage
 
 WAIT_S = 60.0
@@ -62,9 +62,9 @@ def want_of(source: str, **facts: Any) -> WantMessage:
     return WantMessage(source=source, start=0, **(usual | facts))
 
 
-def no_groups() -> Groups:
+def no_collectives() -> Collectives:
     """Of a worker whose messages all travel through host memory."""
-    return Groups("127.0.0.1", Road("never", "g:1"), WAIT_S, call=lambda work: work())
+    return Collectives("127.0.0.1", Road("never", "g:1"), WAIT_S, call=lambda work: work())
 
 
 class Here:

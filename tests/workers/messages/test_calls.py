@@ -14,7 +14,15 @@ import torch
 
 from dataplane.core.buffer_pool import BufferPool
 from tests.restarts import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, here, no_groups, one_connection, until_it_fails
+from tests.workers.messages.messengers import (
+    WAIT_S,
+    Here,
+    address,
+    here,
+    no_collectives,
+    one_connection,
+    until_it_fails,
+)
 from tests.workers.messages.test_late import Dam, far
 from workers.errors import (
     MessageBacklogError,
@@ -228,7 +236,7 @@ class Ends:
             Mappings("here"),
             BufferPool(1 << 20),
             nobody,
-            no_groups(),
+            no_collectives(),
             reply=lambda _, answer: self.outgoing.handle_answer("g:1", answer),  # type: ignore[arg-type]
             ask_relay=lambda *_: False,
             schedule=lambda *_: None,

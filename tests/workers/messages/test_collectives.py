@@ -29,7 +29,7 @@ from workers.errors import (
 from workers.groups.worker import COLLECTIVES_VARIABLE
 from workers.messages import CollectiveGroupOptions, Messenger, collectives
 from workers.messages.collectives import CollectiveGroup, Road
-from workers.messages.wire import Place
+from workers.messages.wire import DeviceId
 
 pytestmark = pytest.mark.integration
 
@@ -53,12 +53,12 @@ def switched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     workers.close()
 
 
-def _groups(messenger: Messenger) -> list[CollectiveGroup]:
-    return list(messenger._io_thread._groups._groups.values())
+def _collectives(messenger: Messenger) -> list[CollectiveGroup]:
+    return list(messenger._io_thread._collectives._collectives.values())
 
 
-def _sent_by_groups(messenger: Messenger) -> int:
-    groups: list[Any] = _groups(messenger)
+def _sent_by_collectives(messenger: Messenger) -> int:
+    groups: list[Any] = _collectives(messenger)
     return sum(group.submitted for group in groups if group.membership.rank == 0)
 
 
@@ -79,7 +79,7 @@ def test_tensors_travel_by_a_process_group(switched: Here, value: Any) -> None:
     a, b = switched.workers(2)
     a.send(value, B)
     _same(b.recv(A), value)
-    assert _sent_by_groups(a) == 1
+    assert _sent_by_collectives(a) == 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_other_values_travel_through_host_memory(switched: Here, value: Any) -> 
     a, b = switched.workers(2)
     a.send(value, B)
     _same(b.recv(A), value)
-    assert not _groups(a)
+    assert not _collectives(a)
 
 
 def test_tensors_on_the_cpu_use_no_process_group_by_default() -> None:
@@ -99,7 +99,7 @@ def test_tensors_on_the_cpu_use_no_process_group_by_default() -> None:
     a, b = workers.workers(2)
     a.send(torch.ones(BIG), B)
     assert b.recv(A).sum() == BIG
-    assert not _groups(a)
+    assert not _collectives(a)
     workers.close()
 
 
@@ -119,7 +119,7 @@ def test_a_tensor_in_place(switched: Here) -> None:
         b.recv_tensor(torch.zeros(5), A)
     with pytest.raises(MessageMismatchError):
         until_it_fails(lambda: a.send(1, B))
-    assert _sent_by_groups(a) == 1
+    assert _sent_by_collectives(a) == 1
 
 
 def test_the_user_s_process_group_is_not_used(switched: Here) -> None:
@@ -128,7 +128,7 @@ def test_the_user_s_process_group_is_not_used(switched: Here) -> None:
         a, b = switched.workers(2)
         a.send(torch.arange(5), B)
         assert torch.equal(b.recv(A), torch.arange(5))
-        assert _sent_by_groups(a) == 1
+        assert _sent_by_collectives(a) == 1
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
@@ -136,12 +136,12 @@ def test_the_user_s_process_group_is_not_used(switched: Here) -> None:
 
 def test_devices_on_which_tensors_are_received() -> None:
     road, cpu = Road("auto", "g:0"), torch.device("cpu")
-    assert road.receiving_device(Place("cpu", ""), None, None) == cpu
-    assert Road("never", "g:0").receiving_device(Place("cpu", ""), None, None) is None
+    assert road.receiving_device(DeviceId("cpu", ""), None, None) == cpu
+    assert Road("never", "g:0").receiving_device(DeviceId("cpu", ""), None, None) is None
     meta = torch.device("meta")
-    assert road.receiving_device(Place("meta:0", ""), torch.empty(1, device=meta), None) == meta
-    assert road.receiving_device(Place("meta:0", ""), None, meta) == meta
-    assert road.receiving_device(Place("meta:0", ""), torch.empty(1), None) is None
+    assert road.receiving_device(DeviceId("meta:0", ""), torch.empty(1, device=meta), None) == meta
+    assert road.receiving_device(DeviceId("meta:0", ""), None, meta) == meta
+    assert road.receiving_device(DeviceId("meta:0", ""), torch.empty(1), None) is None
 
 
 # --- order ----------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_order_holds_across_both_roads_and_directions(switched: Here, seed: int)
         peer.pipe.send((2 * seed + 1, 2 * seed))
         _exchange(a, B, 2 * seed, 2 * seed + 1)
         assert peer.hear() == "done"
-        assert _sent_by_groups(a)
+        assert _sent_by_collectives(a)
 
 
 # --- options --------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_options_reach_the_group_of_both_ends(switched: Here) -> None:
     a, b = switched.workers(2)
     a.send(torch.ones(2), B, options=OPTIONS)
     b.recv(A, options=OPTIONS)
-    assert [group.membership.options for each in (a, b) for group in _groups(each)] == [OPTIONS, OPTIONS]
+    assert [group.membership.options for each in (a, b) for group in _collectives(each)] == [OPTIONS, OPTIONS]
 
 
 def test_different_options_are_an_error_at_both_ends(switched: Here) -> None:
@@ -219,7 +219,7 @@ def test_different_options_are_an_error_at_both_ends(switched: Here) -> None:
         b.recv(A)
     with pytest.raises(GroupOptionsError):
         work.wait()
-    assert not _groups(a)
+    assert not _collectives(a)
 
 
 @pytest.mark.parametrize("has_settings", [True, False])
@@ -249,7 +249,7 @@ def test_the_receivers_of_a_broadcast_are_one_group(switched: Here) -> None:
         works = [each.broadcast(torch.full((BIG,), number), NAMES, async_op=True) for each in workers]
         for work in works:
             assert torch.equal(work.wait(), torch.full((BIG,), number))
-    groups: list[Any] = _groups(workers[0])
+    groups: list[Any] = _collectives(workers[0])
     assert [(group.membership.size, group.submitted) for group in groups] == [(3, 3)]
 
 
@@ -272,7 +272,7 @@ def test_a_broadcast_begins_without_a_receiver_that_gets_nothing_by_it(switched:
     else:
         works[1].wait()
     if way != "gives up":  # it may have been ready before
-        assert [group.membership.peers for group in _groups(a)] == [{"g:1"}]
+        assert [group.membership.peers for group in _collectives(a)] == [{"g:1"}]
 
 
 def test_receivers_that_give_up_do_not_stop_a_group(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,16 +310,16 @@ def test_a_receiver_without_such_a_device(switched: Here, shared_memory: bool) -
     a.send_tensor(torch.ones(BIG), B)
     b.recv_tensor(target, A)
     assert target.sum() == BIG
-    assert not _groups(a)
+    assert not _collectives(a)
 
 
 def _fail_once(monkeypatch: pytest.MonkeyPatch, part: str, failing_rank: int) -> None:
     """Let the first call of one part of the way fail at the member of this rank."""
-    owner: Any = collectives if part == "make_group" else CollectiveGroup
+    owner: Any = collectives if part == "make_process_group" else CollectiveGroup
     real, failed = getattr(owner, part), threading.Event()
 
     def fail(self: Any, *args: Any) -> Any:
-        membership = self if part == "make_group" else self.membership
+        membership = self if part == "make_process_group" else self.membership
         if membership.rank == failing_rank and not failed.is_set():
             failed.set()
             raise RuntimeError("broken")
@@ -328,7 +328,7 @@ def _fail_once(monkeypatch: pytest.MonkeyPatch, part: str, failing_rank: int) ->
     monkeypatch.setattr(owner, part, fail)
 
 
-@pytest.mark.parametrize("part", ["make_group", "_broadcast"])
+@pytest.mark.parametrize("part", ["make_process_group", "_broadcast"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_transfer_that_fails_is_an_error_at_both_ends(
     switched: Here, monkeypatch: pytest.MonkeyPatch, part: str, failing_rank: int
@@ -339,13 +339,13 @@ def test_a_transfer_that_fails_is_an_error_at_both_ends(
     fails_at_both_ends(a, b, DeviceTransferError, "broken")
     a.send(torch.arange(5), B, async_op=True)
     assert torch.equal(b.recv(A), torch.arange(5))
-    assert [group.closed for group in _groups(a)] == [False]
+    assert [group.closed for group in _collectives(a)] == [False]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
 def test_a_broadcast_whose_group_fails(switched: Here, monkeypatch: pytest.MonkeyPatch, failing_rank: int) -> None:
     workers = switched.workers(3)
-    _fail_once(monkeypatch, "make_group", failing_rank)
+    _fail_once(monkeypatch, "make_process_group", failing_rank)
     sent, *received = [each.broadcast(torch.arange(BIG), NAMES, async_op=True) for each in workers]
     for work in received:
         with pytest.raises(DeviceTransferError, match="broken"):
@@ -419,11 +419,11 @@ def test_a_source_that_dies_in_a_transfer(switched: Here, monkeypatch: pytest.Mo
         for work in works[2 * hangs_at :]:
             with pytest.raises((WorkerLostError, DeviceTransferError), match="g:0"):
                 work.wait()
-    wait_until(lambda: not _groups(b), "the death is known")
+    wait_until(lambda: not _collectives(b), "the death is known")
     a = switched.worker(A)
     a.send(torch.arange(3), B)
     assert torch.equal(b.recv(A), torch.arange(3))
-    assert _sent_by_groups(a) == 1
+    assert _sent_by_collectives(a) == 1
 
 
 def _receive_and_hang(messenger: Messenger, pipe: Any) -> None:
@@ -450,12 +450,12 @@ def test_a_receiver_that_dies_in_a_transfer(switched: Here, hangs_at: int) -> No
         with pytest.raises(WorkerLostError, match="g:1 is gone"):
             waiting.wait()
     wait_until(lambda: not a._backlog.waiting_bytes, "nothing is kept for it")
-    assert not _groups(a)
+    assert not _collectives(a)
     a._io_thread.outgoing._late.clear()
     b = switched.worker(B)
     a.send(torch.arange(3), B)
     assert torch.equal(b.recv(A), torch.arange(3))
-    assert _sent_by_groups(a) == 1
+    assert _sent_by_collectives(a) == 1
 
 
 def _receive_broadcast_and_hang(messenger: Messenger, pipe: Any) -> None:
@@ -483,7 +483,7 @@ def test_a_receiver_that_dies_in_a_broadcast(switched: Here) -> None:
     a._io_thread.outgoing._late.clear()
     a.send(torch.arange(3), C)
     assert torch.equal(c.recv(A), torch.arange(3))
-    assert [group.membership.peers for group in _groups(a)] == [{"g:2"}]
+    assert [group.membership.peers for group in _collectives(a)] == [{"g:2"}]
 
 
 def test_a_receive_that_times_out_in_a_transfer(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,4 +500,4 @@ def test_a_receive_that_times_out_in_a_transfer(switched: Here, monkeypatch: pyt
         b.recv(A, timeout_s=0.1)
     go_on.set()
     assert torch.equal(b.recv(A), torch.arange(5))
-    assert _sent_by_groups(a) == 1
+    assert _sent_by_collectives(a) == 1

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.workers.messages.messengers import Here, address, fails_at_both_ends, switched
-from tests.workers.messages.test_collectives import _groups
+from tests.workers.messages.test_collectives import _collectives
 from workers.errors import DeviceTransferError
 from workers.messages import collectives, transfers
 from workers.messages.collectives import DeviceValues
-from workers.messages.wire import Place, SharedMemory
+from workers.messages.wire import DeviceId, SharedMemory
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +40,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "share", share)
     monkeypatch.setattr(transfers, "copy_of", copy_of)
     for module in (transfers, collectives):
-        monkeypatch.setattr(module, "place_of", lambda _: Place("cpu", "the only one"))
+        monkeypatch.setattr(module, "device_id_of", lambda _: DeviceId("cpu", "the only one"))
 
 
 @pytest.mark.usefixtures("one_device")
@@ -56,7 +56,7 @@ def test_workers_on_one_device_copy_from_its_memory(switched: Here) -> None:
         b.send_tensor(torch.ones(7), A, async_op=True)
         a.recv_tensor(target, B)
         assert target.sum() == 7
-    assert not _groups(a)
+    assert not _collectives(a)
 
 
 @pytest.mark.usefixtures("one_device")
@@ -75,24 +75,24 @@ def test_memory_of_a_device_that_cannot_be_shared(
 
 @pytest.mark.usefixtures("one_device")
 def test_a_broadcast_to_the_source_s_device_and_another(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {"tq-messages-g:2": Place("cpu", "another")}
-    usual = Place("cpu", "the only one")
-    monkeypatch.setattr(transfers, "place_of", lambda _: places.get(threading.current_thread().name, usual))
+    device_ids = {"tq-messages-g:2": DeviceId("cpu", "another")}
+    usual = DeviceId("cpu", "the only one")
+    monkeypatch.setattr(transfers, "device_id_of", lambda _: device_ids.get(threading.current_thread().name, usual))
     a, b, c = switched.workers(3)
-    assert any(name in places for name in (thread.name for thread in threading.enumerate()))
+    assert any(name in device_ids for name in (thread.name for thread in threading.enumerate()))
     for _ in range(2):
         works = [each.broadcast(None, NAMES, async_op=True) for each in (b, c)]
         a.broadcast(torch.arange(BIG), NAMES)
         for work in works:
             assert work is not None
             assert torch.equal(work.wait(), torch.arange(BIG))
-    assert [group.membership.peers for group in _groups(a)] == [frozenset(["g:2"])]
+    assert [group.membership.peers for group in _collectives(a)] == [frozenset(["g:2"])]
 
 
 def test_workers_of_one_process_on_one_device_use_host_memory(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (transfers, collectives):
-        monkeypatch.setattr(module, "place_of", lambda _: Place("cpu", "the only one", "this process"))
+        monkeypatch.setattr(module, "device_id_of", lambda _: DeviceId("cpu", "the only one", "this process"))
     a, b = switched.workers(2)
     a.send(torch.arange(BIG), B)
     assert torch.equal(b.recv(A), torch.arange(BIG))
-    assert not _groups(a)
+    assert not _collectives(a)

@@ -185,12 +185,12 @@ def test_what_one_sent_that_was_started_anew_is_not_received(here: Here) -> None
 def test_the_end_of_a_group_ends_waits_for_its_workers(one_connection: Here) -> None:
     (a,) = one_connection.workers(1)
     client = one_connection.client()
-    client.register_group("h", {})
+    client.register_worker_group("h", {})
     waiting = a.recv(address(0, "h"), async_op=True)
     never = a.send(1, address(1, "h"), async_op=True)
     assert never is not None
     one_connection.worker(address(0, "h"))
-    client.end(Kind.GROUP, "h", why="it was shut down")
+    client.end(Kind.WORKER_GROUP, "h", why="it was shut down")
     for each in (waiting, never):
         with pytest.raises(WorkerLostError, match=r"h:\d is gone"):
             each.wait()

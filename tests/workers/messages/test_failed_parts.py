@@ -139,7 +139,7 @@ def test_a_group_closes_without_a_thread_to_abort_it(switched: Here, monkeypatch
     a.send(torch.arange(3), B)
     assert torch.equal(b.recv(A), torch.arange(3))
     monkeypatch.setattr(CollectiveGroup, "_start", _no_thread)
-    (group,) = a._io_thread._groups._groups.values()
+    (group,) = a._io_thread._collectives._collectives.values()
     outcomes: list[Any] = []
     group._pending.add(_Job(0, outcomes.append))
     group.close("a test")
@@ -152,7 +152,7 @@ def test_python_does_not_exit_while_a_group_is_aborted(switched: Here, monkeypat
     assert torch.equal(b.recv(A), torch.arange(3))
     go_on = threading.Event()
     monkeypatch.setattr(CollectiveGroup, "_abort", lambda self, group: go_on.wait(WAIT_S))
-    (group,) = a._io_thread._groups._groups.values()
+    (group,) = a._io_thread._collectives._collectives.values()
     group.close("a test")
     group.join(0.2)
     assert [thread.is_alive() for thread in group._threads] == [True, True]

@@ -66,7 +66,7 @@ def test_a_group_that_waits_for_its_members_ends_once_it_is_closed(rank: int, se
 def test_the_wait_for_members_has_an_end() -> None:
     store = StoreServer("127.0.0.1", WAIT_S)
     with pytest.raises(RuntimeError, match="1 of 2 members of process group g connected"):
-        collectives.make_group(_membership(store), timedelta(seconds=0.1), threading.Event())
+        collectives.make_process_group(_membership(store), timedelta(seconds=0.1), threading.Event())
     store.close()
 
 
@@ -132,7 +132,7 @@ def test_a_group_with_a_peer_that_has_ended_is_forgotten(switched: Here) -> None
     a.send(torch.arange(3), B)
     assert torch.equal(b.recv(A), torch.arange(3))
     b.close()
-    wait_until(lambda: not a._io_thread._groups._groups, "the group has ended")
+    wait_until(lambda: not a._io_thread._collectives._collectives, "the group has ended")
 
 
 def test_each_group_in_the_making_needs_descriptors_of_its_own() -> None:

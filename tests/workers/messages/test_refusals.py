@@ -179,7 +179,7 @@ def test_a_group_is_not_a_worker(one_connection: Here) -> None:
 
 
 def test_a_rank_that_the_group_has_not_is_refused_at_once(one_connection: Here) -> None:
-    one_connection.client().register_group("g", {"world_size": 2})
+    one_connection.client().register_worker_group("g", {"world_size": 2})
     a, b = one_connection.workers(2)
     operations = [
         lambda: a.send(1, address(9)),

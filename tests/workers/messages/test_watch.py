@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.core.buffer_pool import BufferPool
-from tests.workers.messages.messengers import no_groups, want_of
+from tests.workers.messages.messengers import no_collectives, want_of
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
 from workers.messages.outgoing import Contact
@@ -50,7 +50,7 @@ class Engine:
             Mappings("here"),
             BufferPool(0),
             Relays(Backlog(1 << 20), reply, lambda seconds, work: None),
-            no_groups(),
+            no_collectives(),
             reply=reply,
             ask_relay=self._ask,
             schedule=later,

@@ -152,7 +152,7 @@ def test_decoupled_parts_that_do_not_fit() -> None:
         CommMapper.decoupled_get_batch_size(33, 2, 8)
     with pytest.raises(ValueError, match="queue_size=5"):
         CommMapper.decoupled_get_batch_size(32, 2, 8, 5)
-    with pytest.raises(ValueError, match="only 0 parts were received"):
+    with pytest.raises(ValueError, match="only 0 slices were received"):
         decoupled_build_send_plan(
             src_group_name="a", dst_group_name="b", src_rank=None, src_world_size=1, dst_world_size=1,
             tag=None, batch_size=1, tag_batch_router=[],
@@ -196,7 +196,7 @@ def test_what_cannot_be_cut_or_joined() -> None:
         (lambda: infer_batch_size(object()), "rows of a object"),
         (lambda: split_batch(object(), [1]), "pass a split_fn"),
         (lambda: split_batch(torch.ones(3), [1, 1]), "3 rows"),
-        (lambda: merge_batches([]), "at least one part"),
+        (lambda: merge_batches([]), "at least one slice"),
         (lambda: merge_batches([None, torch.ones(1)]), "pass a merge_fn"),
         (lambda: merge_batches([1, 2]), "pass a merge_fn"),
         (lambda: merge_batches([{"a": 1}, {"b": 1}]), "pass a merge_fn"),
@@ -235,7 +235,7 @@ class Rank(RoutingWorker):
         self._rank, self._world_size = rank, WORLD_SIZES[group]
         self._worker_address = WorkerAddress(group, rank)
         self._directory: Any = SimpleNamespace(
-            lookup_group=lambda name, timeout_s: SimpleNamespace(facts={WORLD_SIZE: WORLD_SIZES[name]})
+            lookup_worker_group=lambda name, timeout_s: SimpleNamespace(facts={WORLD_SIZE: WORLD_SIZES[name]})
         )
         self._messages = messages
         self.batch_router = {}
@@ -334,7 +334,7 @@ def test_batches_that_cannot_be_sent_or_received_are_refused(ranks: dict[str, li
         worker.deliver("three", None, torch.arange(3), decoupled_mode=True)
     with pytest.raises(ValueError, match="needs batch_size"):
         worker.collect("three", channel, None)
-    with pytest.raises(ValueError, match="split_fn returned 1 parts for tag 'x'; expected 2"):
+    with pytest.raises(ValueError, match="split_fn returned 1 slices for tag 'x'; expected 2"):
         worker.deliver("four", channel, torch.arange(2), split_fn=lambda data, sizes: [data])
     worker.deliver("two", None, torch.arange(3))
     with pytest.raises(ValueError, match="has 3 rows; batch_size=4 requires 2"):

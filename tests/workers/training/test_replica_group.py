@@ -26,7 +26,7 @@ from workers.training.replica_group import (
     FETCH_TIMEOUT_S,
     NO_DIGEST,
     Deadline,
-    FetchedPart,
+    RankFetch,
     ReplicaGroup,
     ReplicaGroupError,
     ReplicaLostError,
@@ -76,8 +76,8 @@ def same(a: Any, b: Any) -> bool:
     return bool(a.dtype == b.dtype and a.tolist() == b.tolist())
 
 
-def part_of(rank: int, *, leader: int = 0, digest: bytes = NO_DIGEST) -> FetchedPart:
-    return FetchedPart(leads=lambda: rank == leader, digest=lambda: digest, read=sample_batch)
+def part_of(rank: int, *, leader: int = 0, digest: bytes = NO_DIGEST) -> RankFetch:
+    return RankFetch(leads=lambda: rank == leader, digest=lambda: digest, read=sample_batch)
 
 
 # --- what travels ---------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def count_collectives(rank: int, fields: int) -> Collectives:
     def read() -> dict[str, Any]:
         return {f"f{i}": torch.nested.nested_tensor_from_jagged(torch.randn(12000), offsets) for i in range(fields)}
 
-    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
+    part = RankFetch(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=read)
     with counted_collectives() as counts:
         ReplicaGroup(dist.group.WORLD).fetch(part, "auto", lambda batch: batch)
     return counts
@@ -243,9 +243,9 @@ def disagree(rank: int, what: str) -> str:
     if what == "policy":
         policy = "leader_broadcast" if rank == last else "auto"
     elif what == "two leaders":
-        part = FetchedPart(leads=lambda: rank in (0, last), digest=part.digest, read=part.read)
+        part = RankFetch(leads=lambda: rank in (0, last), digest=part.digest, read=part.read)
     elif what == "no leader":
-        part = FetchedPart(leads=lambda: False, digest=part.digest, read=part.read)
+        part = RankFetch(leads=lambda: False, digest=part.digest, read=part.read)
     elif what == "meta":
         part = part_of(rank, digest=bytes([rank == last] * 16))
     try:
@@ -333,9 +333,9 @@ def fail(rank: int, who: str, kind: str) -> Exception:
     culprit = 0 if who.startswith("leader") else group.size - 1
     part = part_of(rank)
     if who == "leader reads" and rank == 0:
-        part = FetchedPart(leads=part.leads, digest=part.digest, read=boom)
+        part = RankFetch(leads=part.leads, digest=part.digest, read=boom)
     if who == "sibling early" and rank == culprit:
-        part = FetchedPart(leads=boom, digest=part.digest, read=part.read)
+        part = RankFetch(leads=boom, digest=part.digest, read=part.read)
     try:
         group.fetch(part, "auto", lambda batch: boom() if who.endswith("finishes") and rank == culprit else batch)
     except Exception as error:

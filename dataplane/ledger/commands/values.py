@@ -1,4 +1,4 @@
-"""Parts of commands, answers and orders."""
+"""Values that commands, answers and orders consist of."""
 
 from __future__ import annotations
 
