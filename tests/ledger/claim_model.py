@@ -27,7 +27,7 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A cell: what it is and where it lies."""
 
     unit: int
@@ -63,7 +63,7 @@ class Sample:
     row: int
     generation: int
     since: float = 0.0
-    cells: dict[str, Place] = field(default_factory=dict)
+    cells: dict[str, Location] = field(default_factory=dict)
     tags: dict[str, Scalar] = field(default_factory=dict)
     claims: dict[str, Held] = field(default_factory=dict)
 

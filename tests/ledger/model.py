@@ -44,8 +44,18 @@ from dataplane.ledger.commands import (
     TagColumn,
     WhyBlocked,
 )
-from tests.ledger.claim_model import ClaimModel, Faults, Held, Name, Partition, Place, Sample, fields_of_puts, matches
-from tests.ledger.values import placement_ranges, sizes_of_puts, value_places
+from tests.ledger.claim_model import (
+    ClaimModel,
+    Faults,
+    Held,
+    Location,
+    Name,
+    Partition,
+    Sample,
+    fields_of_puts,
+    matches,
+)
+from tests.ledger.values import placement_ranges, sizes_of_puts, value_locations
 
 
 class Model(ClaimModel):
@@ -57,11 +67,11 @@ class Model(ClaimModel):
         self.incarnations = 0
         self.reserved_in: dict[Name, int] = {}
         self.ahead: set[Name] = set()
-        self.pins: dict[Name, set[Place]] = {}
+        self.pins: dict[Name, set[Location]] = {}
         self.generations: dict[str, set[int]] = {}
         self.below: dict[int, int] = {}
         self.told: set[Name] = set()
-        self.found: dict[Name, list[Place]] = {}
+        self.found: dict[Name, list[Location]] = {}
         self.draining: set[int] = set()
         self.past: deque[tuple[str, tuple[int, int], int]] = deque(maxlen=12)
 
@@ -241,7 +251,7 @@ class Model(ClaimModel):
 
     def allocated(self, name: Name, command: Allocate, result: Allocated) -> None:
         sizes = [column.sizes.tolist() for column in command.columns]
-        value_places(sizes, result)
+        value_locations(sizes, result)
         self.reserved[name] = placement_ranges(sizes, result)
         self.granted[name] = result
         self.reserved_in[name] = self.partitions[command.partition].incarnation
@@ -306,7 +316,7 @@ class Model(ClaimModel):
         self.reserved[space] = [piece for piece in left if piece[2]]
 
     def switch(self, samples: list[Sample], reservation: Name, columns: tuple[CommitColumn, ...]) -> None:
-        places = value_places([sizes_of(column) for column in columns], self.granted[reservation])
+        places = value_locations([sizes_of(column) for column in columns], self.granted[reservation])
         for column, at in zip(columns, places, strict=True):
             index = range(len(samples)) if column.index is None else column.index.tolist()
             for sample, k in zip(samples, index, strict=True):
@@ -314,7 +324,7 @@ class Model(ClaimModel):
                 nbytes = length * column.spec.unit_bytes
                 value = (reservation, column.name, k)
                 checksum = 0 if column.checksums is None else int(column.checksums[k])
-                sample.cells[column.name] = Place(*at[k], nbytes, length, column.spec, value, checksum)
+                sample.cells[column.name] = Location(*at[k], nbytes, length, column.spec, value, checksum)
                 sample.cells.pop(other_column(column.name), None)
 
     def located(self, name: Name, command: Locate, result: Located) -> None:
@@ -358,7 +368,7 @@ class Model(ClaimModel):
         """Cells that are still what was found are the same elsewhere, and nothing else is."""
         partition, reservation = self.partitions[command.partition], (name[0], command.reservation)
         found, sizes = self.found[name[0], command.located], self.commands[reservation].columns[0].sizes.tolist()  # type: ignore[attr-defined]
-        (places,) = value_places([sizes], self.granted[reservation])
+        (places,) = value_locations([sizes], self.granted[reservation])
         count = 0
         for i, (row, generation) in enumerate(zip(command.rows.tolist(), command.generations.tolist(), strict=True)):
             sample, k = partition.live.get((row, generation)), int(command.index[i])

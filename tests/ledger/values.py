@@ -47,7 +47,7 @@ def by_handles(handles: Iterable[tuple[int, int]]) -> Samples:
     return Samples(rows=int64s(row for row, _ in pairs), generations=int64s(generation for _, generation in pairs))
 
 
-def value_places(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[list[tuple[int, int]]]:
+def value_locations(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[list[tuple[int, int]]]:
     """(unit, offset) of every value of every column of an allocation; asserts that each has exactly one place."""
     places: list[list[tuple[int, int] | None]] = [[None] * len(column) for column in sizes]
     for placement in allocated.placements:

@@ -67,7 +67,7 @@ from dataplane.ledger.commands import (
     UnitAdded,
     UnitLost,
 )
-from tests.ledger.values import canonical, placement_ranges, value_places
+from tests.ledger.values import canonical, placement_ranges, value_locations
 
 # --- Rows that describe themselves: a value's bytes follow from whose it is, which field, which
 # version, how long.
@@ -113,7 +113,7 @@ def granules(offset: int, nbytes: int) -> range:
     return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))
 
 
-def part_places(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[tuple[int, int]]]:
+def portion_locations(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[tuple[int, int]]]:
     """(unit, offset) of every value of columns that lie one after another, each from a granule of its own."""
     places: list[list[tuple[int, int]]] = []
     for column in plan:
@@ -429,7 +429,7 @@ class MoveBooks:
         allocate = record.calls[name[0], command.reservation]
         assert isinstance(allocate, Allocate)
         sizes = [column.sizes.tolist() for column in allocate.columns]
-        (places,) = value_places(sizes, record.placements[name[0], command.reservation])
+        (places,) = value_locations(sizes, record.placements[name[0], command.reservation])
         moved = 0
         for generation, cell, k in zip(page.generations, page.cells, page.index, strict=True):
             cells = record.cells.get((page.partition, generation), {})
@@ -716,10 +716,10 @@ class Recorder:
         if isinstance(allocate, Preallocate):
             assert command.offset is not None
             plan = self.parts[session, command.reservation, command.offset]
-            return plan, part_places(plan, allocate.unit, command.offset)
+            return plan, portion_locations(plan, allocate.unit, command.offset)
         assert isinstance(allocate, Allocate)
         sizes = [column.sizes.tolist() for column in allocate.columns]
-        return self.plans[reservation], value_places(sizes, self.placements[reservation])
+        return self.plans[reservation], value_locations(sizes, self.placements[reservation])
 
     def check_handles(self, asked: Samples, result: Committed | Located) -> None:
         """The samples answered for are those asked for, not others that took their place."""

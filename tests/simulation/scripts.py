@@ -55,9 +55,9 @@ from dataplane.ledger.commands import (
     TagColumn,
     UInt32s,
 )
-from tests.ledger.values import BYTES, WORDS, by_ids, int64s, value_places
+from tests.ledger.values import BYTES, WORDS, by_ids, int64s, value_locations
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
-from tests.simulation.record import PlannedColumn, Value, checksum, content, part_places
+from tests.simulation.record import PlannedColumn, Value, checksum, content, portion_locations
 
 PARTITION = "train"
 ALBUM = "album"
@@ -129,7 +129,7 @@ def put(
     grant = (client.session, reply.number)
     record.plans[grant] = plan
     try:
-        for column, places in zip(plan, value_places(sizes, reply.result), strict=True):
+        for column, places in zip(plan, value_locations(sizes, reply.result), strict=True):
             for value, (unit, offset) in zip(column.values, places, strict=True):
                 data = content(value)
                 for at in range(0, value.nbytes, PIECE):
@@ -207,7 +207,7 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
 
 def fill(plan: Sequence[PlannedColumn], unit: int, offset: int, grant: tuple[int, int]) -> Script:
     """Copy a put's values to where they will lie."""
-    for column, places in zip(plan, part_places(list(plan), unit, offset), strict=True):
+    for column, places in zip(plan, portion_locations(list(plan), unit, offset), strict=True):
         for value, (_, start) in zip(column.values, places, strict=True):
             data = content(value)
             for at in range(0, value.nbytes, PIECE):
@@ -536,7 +536,7 @@ def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
         )
     )
     grant = (client.session, space.number)
-    (places,) = value_places([sizes.tolist()], space.result)
+    (places,) = value_locations([sizes.tolist()], space.result)
     try:
         for k, (there, offset) in enumerate(places):
             if sizes[k]:
