@@ -242,11 +242,11 @@ class DataPlaneConfig:
             server_name=self.tls_server_name,
         )
 
-    def of_unit(self, number: int) -> DataPlaneConfig:
-        """Return the config of storage unit `number` (from 0) of a service with this config."""
+    def of_unit(self, index: int) -> DataPlaneConfig:
+        """Return the config of storage unit `index` (from 0) of a service with this config."""
         http_port = self.http_port
         if http_port:  # not None (no HTTP server), and not 0 (any free port)
-            http_port += 1 + number
+            http_port += 1 + index
         return replace(self, port=0, http_port=http_port)  # `port` is the controller's: the unit uses any free one
 
     def guarded(self) -> bool:

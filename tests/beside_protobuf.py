@@ -39,7 +39,7 @@ def assert_commands(channel: grpc.Channel) -> None:
     control = importlib.import_module("dataplane.protocol.pb.control_pb2_grpc").ControlStub(channel)
     opening = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
     session = control.OpenSession(opening, timeout=WAIT_S).session
-    header = pb.Header(session=session, number=1, watermark=1)
+    header = pb.Header(session=session, call_id=1, watermark=1)
     control.Register(pb.RegisterRequest(header=header, partition="p", tasks=["t"]), timeout=WAIT_S)
 
 

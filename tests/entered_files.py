@@ -97,7 +97,7 @@ class Controller:
         if command is not None:
             with self._changed:
                 # A command that was resent is handled twice.
-                known = self._handled.setdefault((command.session, command.number), request)
+                known = self._handled.setdefault((command.session, command.call_id), request)
                 known.files |= request.files
                 self._changed.notify_all()
 
@@ -120,8 +120,8 @@ class _Client:
         if event == "call":
             if path := file_of(frame.f_code):
                 self.files.setdefault(path)
-        elif event == "return" and isinstance(result, Call):  # a numbered command
-            self.sent.setdefault((result.session, result.number), result)
+        elif event == "return" and isinstance(result, Call):  # a command
+            self.sent.setdefault((result.session, result.call_id), result)
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ class Service:
         self.shell = LedgerThread(ledger, server, FACTS, clock=clock)
         self.shell.start()
         self.outputs: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
-        self._number = 0
+        self._call_id = 0
 
     def open(self, name: str) -> int:
         wanted = c.OpenSession(nonce=name, host="h", name=name, protocol_version=PROTOCOL_VERSION)
@@ -114,8 +114,8 @@ class Service:
         return opened.session
 
     def send(self, session: int, command: c.Command) -> None:
-        self._number += 1
-        call = c.Call(session=session, number=self._number, watermark=1, command=command)
+        self._call_id += 1
+        call = c.Call(session=session, call_id=self._call_id, watermark=1, command=command)
         self.shell.submit(call, self.outputs.put)
 
     def ask(self, session: int, command: c.Command) -> c.Result:

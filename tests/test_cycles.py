@@ -113,7 +113,7 @@ def test_ten_thousand_partitions_leave_nothing_in_the_ledger() -> None:
             if number % 4 == 0:
                 client.put(["a", "b"], {"x": [number % 997, 5]})
                 client.locate(c.Samples(ids=("a",)))
-                located = client.number
+                located = client.last_call_id
             client.call(c.Cleared, c.Clear(partition="p", samples=None))
             if number % 4 == 0:
                 client.do(c.Release(located=located))

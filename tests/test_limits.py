@@ -170,13 +170,13 @@ def test_calls_in_flight(address: str) -> None:
     with grpc.insecure_channel(address) as there:
         control = control_pb2_grpc.ControlStub(there)  # type: ignore[no-untyped-call]
         session = control.OpenSession(opening, timeout=WAIT_S).session
-        for number in range(1, 9):
-            call = pb.UnitsRequest(header=pb.Header(session=session, number=number, watermark=1))
+        for call_id in range(1, 9):
+            call = pb.UnitsRequest(header=pb.Header(session=session, call_id=call_id, watermark=1))
             assert len(control.Units(call, timeout=WAIT_S).units) == 1
-        call.header.number = 9
+        call.header.call_id = 9
         with pytest.raises(grpc.RpcError, match=r"calls in flight: 9, and the limit is 8\. Wait for answers"):
             control.Units(call, timeout=WAIT_S)
-        named = pb.UnitsRequest(header=pb.Header(session=session, number=10, watermark=1, confirmed=[4, 5, 9, 9]))
+        named = pb.UnitsRequest(header=pb.Header(session=session, call_id=10, watermark=1, confirmed=[4, 5, 9, 9]))
         assert len(control.Units(named, timeout=WAIT_S).units) == 1
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import zmq
 
-from dataplane.client.rpc.call_numbers import CallNumbers
+from dataplane.client.rpc.call_ids import CallIds
 from dataplane.client.rpc.handshake import dealer_socket, zmq_address_of
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.data.columns import EncodedColumn, encode_fields
@@ -40,14 +40,14 @@ OPENING = 64
 @dataclass(eq=False, slots=True)
 class RawSession:
     """One simulated client. As a real one it has a connection for heartbeats, and one for commands from its first
-    command. `number`: 0 until the service has answered."""
+    command. `session_id`: 0 until the service has answered."""
 
-    number: int = 0
+    session_id: int = 0
     heartbeat_s: float = 0.0
     min_heartbeat_s: float = 0.0
     beats: Socket | None = None
     commands: Socket | None = None
-    calls: CallNumbers | None = None
+    calls: CallIds | None = None
     scripts: dict[int, tuple[Script, c.Command]] = field(default_factory=dict)  # by the number of the pending call
 
 
@@ -76,7 +76,7 @@ class RawSessions:
         self.sessions += [RawSession() for _ in range(number)]
         for index in range(opened, min(opened + OPENING, len(self.sessions))):
             self._open(index)
-        self.run_until(lambda: all(session.number for session in self.sessions))
+        self.run_until(lambda: all(session.session_id for session in self.sessions))
 
     def start(self, session: RawSession, script: Script, *, after_s: float = 0.0) -> None:
         """Run the script in `run_until`, after this time."""
@@ -113,14 +113,14 @@ class RawSessions:
         session = self.sessions[index]
 
         def opened(frames: list[bytes]) -> None:
-            if session.number:
+            if session.session_id:
                 self._beaten(session, frames)
                 return
             body = zmq_frames.Reply.parse(frames)[0].good_body()
             welcome = messages.decode_as(zmq_frames.Welcome, body)
-            session.number = welcome.opened.session
+            session.session_id = welcome.opened.session
             session.heartbeat_s = welcome.heartbeat_s
-            session.calls = CallNumbers(session.number)
+            session.calls = CallIds(session.session_id)
             self._beat(session)  # a client sends one at once: its connection then represents it
             following = index + OPENING
             if following < len(self.sessions):
@@ -134,7 +134,7 @@ class RawSessions:
 
     def _beat(self, session: RawSession) -> None:
         assert session.beats is not None
-        self._send(session.beats, zmq_frames.request(c.Heartbeat(session=session.number)))
+        self._send(session.beats, zmq_frames.request(c.Heartbeat(session=session.session_id)))
         self._after(max(session.heartbeat_s, session.min_heartbeat_s), lambda: self._beat(session))
 
     def _beaten(self, session: RawSession, frames: list[bytes]) -> None:
@@ -156,7 +156,7 @@ class RawSessions:
         if session.commands is None:
             session.commands = self._connect(lambda frames: self._take_answers(session, frames))
         call = session.calls.issue(step, now=0.0)
-        session.scripts[call.number] = script, step
+        session.scripts[call.call_id] = script, step
         self._send(session.commands, zmq_frames.request(call))
 
     def _take_answers(self, session: RawSession, frames: list[bytes]) -> None:
@@ -165,13 +165,13 @@ class RawSessions:
 
     def _answered(self, session: RawSession, reply: zmq_frames.Reply) -> None:
         assert session.calls is not None
-        script, command = session.scripts.pop(reply.number)
-        session.calls.record_answer(reply.number)
+        script, command = session.scripts.pop(reply.call_id)
+        session.calls.record_answer(reply.call_id)
         self.commands += 1
         if reply.error is not None:
             self.errors.append(f"{type(command).__name__}: {reply.error}")
             return
-        self._advance(session, script, (reply.number, messages.decode_result(type(command), reply.body)))
+        self._advance(session, script, (reply.call_id, messages.decode_result(type(command), reply.body)))
 
     # --- sockets and times
 
@@ -210,7 +210,7 @@ def put_values(
     """Allocate and commit the columns of the samples, without their values."""
     sizes = tuple(c.ColumnSizes(name=name, sizes=column.sizes) for name, column in columns.items())
     update = mode is c.Mode.UPDATE
-    number, allocated = yield c.Allocate(partition=partition, columns=sizes, samples=samples, update=update)
+    call_id, allocated = yield c.Allocate(partition=partition, columns=sizes, samples=samples, update=update)
     committed = tuple(
         c.CommitColumn(
             name=name,
@@ -221,4 +221,4 @@ def put_values(
         )
         for name, column in columns.items()
     )
-    yield c.Commit(partition=partition, samples=samples, mode=mode, reservation=number, columns=committed)
+    yield c.Commit(partition=partition, samples=samples, mode=mode, reservation=call_id, columns=committed)

@@ -134,7 +134,7 @@ _ELSEWHERE_S = 10.0
 """Interval in seconds of progress output, on a terminal and otherwise."""
 UnitName = Annotated[
     str,
-    typer.Argument(metavar="UNIT", help="Number or name of the unit (see `tq status`).", autocompletion=units),
+    typer.Argument(metavar="UNIT", help="Id or name of the unit (see `tq status`).", autocompletion=units),
 ]
 
 

@@ -230,8 +230,8 @@ def show(
 
 
 def _print_sample(sample: c.Shown, units: dict[int, str]) -> None:
-    """Print the sample. units: the names of the storage units, by number."""
-    born = f"born {ago(sample.now - sample.since)} ago as number {sample.generation}"
+    """Print the sample. units: the names of the storage units, by id."""
+    born = f"born {ago(sample.now - sample.since)} ago as generation {sample.generation}"
     print(f"sample {shown(sample.sample)} of partition {shown(sample.partition)}, {born}")
     print(f"tags: {pairs(sample.tags) or 'none'}")
     if sample.missing:

@@ -40,7 +40,7 @@ def session(config: DataPlaneConfig) -> Iterator[ControllerChannel]:
 
 def ask(channel: ControllerChannel, command: c.Answered[R]) -> R:
     """Send a command and return its result, or raise the error that the service answers."""
-    _, result = channel.call(command)  # the first value is the number of the call
+    _, result = channel.call(command)  # the first value is the id of the call
     return cast("R", result)
 
 
@@ -81,18 +81,18 @@ def partition_stats(channel: ControllerChannel, name: str) -> c.PartitionStats:
 
 
 def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
-    """Return the statistics of one storage unit, given its number or name. Raises `InvalidRequestError` if no unit or
+    """Return the statistics of one storage unit, given its id or name. Raises `InvalidRequestError` if no unit or
     several units match."""
     from dataplane.errors import InvalidRequestError
 
     units = stats(channel, limit=1).units  # every report has all units; 1 limits the partitions
-    by_number = [each for each in units if str(each.unit) == unit]
-    # A number takes precedence over a name.
-    matching = by_number or [each for each in units if each.name == unit]
+    by_id = [each for each in units if str(each.unit) == unit]
+    # An id takes precedence over a name.
+    matching = by_id or [each for each in units if each.name == unit]
     if len(matching) == 1:
         return matching[0]
     known = ", ".join(f"{each.unit} {shown(each.name)}" for each in units) or "none"
-    why = "several units have this name, pass a number" if matching else "not found"
+    why = "several units have this name, pass an id" if matching else "not found"
     raise InvalidRequestError(f"storage unit {unit!r}: {why}; the service has {known}")
 
 

@@ -139,8 +139,8 @@ class AsyncConnection(Session):
         """Execute one step and return its outcome."""
         match step:
             case Send(command):
-                number, result = await self._channel.call(command)
-                return Sent(number, result)
+                call_id, result = await self._channel.call(command)
+                return Sent(call_id, result)
             case Post(command):
                 self._channel.post(command)
             case Work():

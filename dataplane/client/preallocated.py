@@ -32,11 +32,11 @@ MOST_REQUESTS = 4
 
 @dataclass(eq=False, slots=True)
 class PreallocatedSpace:
-    """Space allocated by call `number`: bytes [offset, end) of the unit's arena are unused, `portions` are in use.
+    """Space allocated by call `call_id`: bytes [offset, end) of the unit's arena are unused, `portions` are in use.
     `checksums`: commits into the space must have checksums. `touched`: used since the last `give_up_idle`.
     `given_up`: no further put takes a portion; the space is released after its last portion is finished."""
 
-    number: int
+    call_id: int
     unit: int
     offset: int
     end: int
@@ -68,13 +68,13 @@ class PreallocatedPortion:
 
 class PreallocatedBuffer:
     """The preallocated spaces of one session. Thread-safe. Every portion is passed to `finish`. `returned` has the
-    numbers of spaces to release; no put can still write to them."""
+    call ids of spaces to release; no put can still write to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._open: list[PreallocatedSpace] = []  # spaces that puts may take portions of
-        self._spaces: dict[int, PreallocatedSpace] = {}  # by call number: the open ones, and those with portions in use
+        self._spaces: dict[int, PreallocatedSpace] = {}  # by call id: the open ones, and those with portions in use
         self._requests = 0  # commands of `next_request` without a response
         self.returned: collections.deque[int] = collections.deque()
         self._last_put_at = self._rejected_at = -SOON_S  # times of the last small put, and of the last rejection
@@ -122,12 +122,12 @@ class PreallocatedBuffer:
         with self._lock:
             self._requests -= 1
 
-    def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
-        """Add space at `offset`, allocated by call `number`. granted: the command of this call. checksums: see
+    def add(self, call_id: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
+        """Add space at `offset`, allocated by call `call_id`. granted: the command of this call. checksums: see
         `PreallocatedSpace`."""
-        space = PreallocatedSpace(number, granted.unit, offset, offset + granted.nbytes, checksums)
+        space = PreallocatedSpace(call_id, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:
-            self._spaces[number] = space
+            self._spaces[call_id] = space
             self._open.append(space)
 
     def finish(self, portion: PreallocatedPortion, *, failed: bool) -> None:
@@ -157,9 +157,9 @@ class PreallocatedBuffer:
         if space in self._open:
             self._open.remove(space)
         space.given_up = True
-        if not space.portions and space.number in self._spaces:
-            self.returned.append(space.number)
-            del self._spaces[space.number]
+        if not space.portions and space.call_id in self._spaces:
+            self.returned.append(space.call_id)
+            del self._spaces[space.call_id]
 
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:

@@ -59,36 +59,36 @@ class Pin:
 
 
 class _PinRef(weakref.ref[Pin]):
-    """Weak reference to the pin of call `number`."""
+    """Weak reference to the pin of call `call_id`."""
 
-    __slots__ = ("number",)
-    number: int
+    __slots__ = ("call_id",)
+    call_id: int
 
 
 class Pins:
-    """The `Locate` numbers whose last view was deleted. Deletion runs no Python code of this class, because it may
+    """The ids of `Locate` calls whose last view was deleted. Deletion runs no Python code of this class, because it may
     happen at any point of any thread. `_living` only keeps the weak references alive, until `dropped` has yielded their
-    numbers."""
+    ids."""
 
     def __init__(self) -> None:
         self._living: set[_PinRef] = set()
         self._dropped: collections.deque[_PinRef] = collections.deque()
 
-    def take(self, number: int, hold: Hold | None) -> Pin:
-        """Return a pin for the bytes of call `number`. `dropped()` yields the number after the last reference to the
+    def take(self, call_id: int, hold: Hold | None) -> Pin:
+        """Return a pin for the bytes of call `call_id`. `dropped()` yields the id after the last reference to the
         pin is gone."""
         pin = Pin(hold)
         # When the pin is deleted, the interpreter appends its reference to `_dropped`.
         reference = _PinRef(pin, self._dropped.append)
-        reference.number = number
+        reference.call_id = call_id
         self._living.add(reference)
         return pin
 
     def dropped(self) -> Iterator[int]:
-        """Yield the numbers of deleted pins, and forget them."""
+        """Yield the ids of deleted pins, and forget them."""
         for reference in _taken(self._dropped):
             self._living.discard(reference)
-            yield reference.number
+            yield reference.call_id
 
 
 class Schema(dict[str, FieldSpec]):
@@ -236,19 +236,19 @@ class SessionState:
         """Whether the session's lock, if it has one, has been held without interruption."""
         return self._lock is None or self._lock.stands
 
-    def pin(self, number: int) -> Pin:
-        """Return a pin that views of the bytes located by call `number` share."""
-        return self.pins.take(number, self._hold)
+    def pin(self, call_id: int) -> Pin:
+        """Return a pin that views of the bytes located by call `call_id` share."""
+        return self.pins.take(call_id, self._hold)
 
     def leftovers(self) -> Iterator[Command]:
         """Yield the commands that release pins without views, unused preallocated space and the space of failed puts
         that can be freed by now."""
-        for number in self.pins.dropped():
-            yield Release(located=number)
-        for number in _taken(self.preallocated.returned):
-            yield Abort(reservation=number)
-        for number in self.connections.take_settled():
-            yield Abort(reservation=number)
+        for call_id in self.pins.dropped():
+            yield Release(located=call_id)
+        for call_id in _taken(self.preallocated.returned):
+            yield Abort(reservation=call_id)
+        for call_id in self.connections.take_settled():
+            yield Abort(reservation=call_id)
 
     def idle_leftovers(self) -> Iterator[Command]:
         """Yield the same commands for a heartbeat, after giving up idle preallocated space."""

@@ -46,7 +46,7 @@ class UnitConnections:
     """Connections of one session to storage units, created on first use. Thread-safe: `_guard` protects the dicts and
     sets for a moment, and `_handshake` is held during a handshake, so that each unit gets one connection.
 
-    session: the session's number. lock: the file lock that proves to units on this host that the client runs (None:
+    session: the session's id. lock: the file lock that proves to units on this host that the client runs (None:
     all connections are remote). memory: buffers for remote reads. copier: copies long runs into local arenas.
 
     `_infos`: the units as last listed by the service. `_replaced`: the earlier epoch, whose connection was closed after
@@ -85,7 +85,7 @@ class UnitConnections:
         """Apply the service's list of units. Connections to an earlier epoch of a unit and to removed units are
         closed. Block until calls on such a connection have ended."""
         listed = {info.unit: info for info in units}
-        # Unit numbers only grow. A unit above the highest listed number is newer than the list, so it is kept.
+        # Unit ids only grow. A unit above the highest listed id is newer than the list, so it is kept.
         newest = max(listed, default=0)
         with self._guard:
             if self._closed:
@@ -182,7 +182,7 @@ class UnitConnections:
     ) -> None:
         """Copy the columns' values to their placements: with a single copy into shared memory, or in ZMQ frames.
 
-        reservation: number of the Allocate call that reserved the space. unfinished: receives the units that, on
+        reservation: id of the Allocate call that reserved the space. unfinished: receives the units that, on
         return or error, may still execute writes of the reservation; `stop` ends these.
 
         Return when every byte is in its arena. Raise `StorageUnitError`, `ServiceRestartedError` (a unit has
@@ -278,7 +278,7 @@ class UnitConnections:
         silent: set[int] = set()
         try:
             with self._guard:
-                unconfirmed = [(number, unit) for number, epochs in self._unstopped.items() for unit in epochs]
+                unconfirmed = [(call_id, unit) for call_id, epochs in self._unstopped.items() for unit in epochs]
             for reservation, unit in unconfirmed:
                 if unit in silent:  # waiting for it again would only take another timeout
                     continue
@@ -478,7 +478,7 @@ def _access(arena: MappedArena, end: int, device: torch.device) -> Iterator[None
 
 def _unlisted(unit: int) -> StorageUnitError:
     """Return the error for a unit that is missing in the service's list."""
-    why = "the service has no storage unit of this number; it may have been dropped"
+    why = "the service has no storage unit with this id; it may have been dropped"
     return StorageUnitError(unit=unit, endpoint="?", why=why)
 
 

@@ -116,7 +116,7 @@ class LedgerThread:
         self._inbox: deque[Callable[[], None]] = deque()  # jobs of other threads
         self._waker = Waker()
         self._pending: dict[Key, _PendingRequest] = {}  # requests without an answer
-        self._units: dict[int, Orders] = {}  # of the registered storage units, by their number
+        self._units: dict[int, Orders] = {}  # of the registered storage units, by their id
         self._stopping = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)

@@ -21,7 +21,7 @@ HEALTHY_S = 2.0
 FRESH_S = 0.5
 """A result is cached for this time in seconds, so that many health checks cost the ledger one command."""
 NO_SESSION = 0
-"""A number that no session has."""
+"""An id that no session has."""
 
 
 class ServiceHealth:
@@ -32,7 +32,7 @@ class ServiceHealth:
     def __init__(self, ledger_thread: LedgerThread) -> None:
         self._ledger_thread = ledger_thread
         self._turn = threading.Lock()  # held by the running check
-        self._number = 0  # of the last command
+        self._last_call_id = 0
         self._why = ""  # the last result, which is valid `_until` this time
         self._until = -math.inf
 
@@ -46,8 +46,8 @@ class ServiceHealth:
 
     def _check(self) -> str:
         """Send one command, which changes nothing, to the ledger. Return why it failed, or ""."""
-        self._number += 1
-        call = c.Call(session=NO_SESSION, number=self._number, watermark=self._number, command=c.Units())
+        self._last_call_id += 1
+        call = c.Call(session=NO_SESSION, call_id=self._last_call_id, watermark=self._last_call_id, command=c.Units())
         answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
         reply: Callable[[c.Output], None] = answers.put
         try:

@@ -49,7 +49,7 @@ def key_of(item: c.Input | c.Output) -> Key | None:
     """Return the key that correlates an input with its answer; None for items outside the request-reply scheme."""
     match item:
         case c.Call() | c.Answer():
-            return "call", item.session, item.number
+            return "call", item.session, item.call_id
         case c.OpenSession() | c.Opened():
             return "open", item.nonce, 0
         case c.AddUnit() | c.UnitAdded():
@@ -63,7 +63,7 @@ def rejection_of(item: c.Input, error: DataPlaneError) -> c.Output | None:
     """Return the output that answers `item` with `error`, or None if `item` has no answer."""
     match item:
         case c.Call():
-            return c.Answer(session=item.session, number=item.number, result=error)
+            return c.Answer(session=item.session, call_id=item.call_id, result=error)
         case c.OpenSession():
             return c.Opened(nonce=item.nonce, error=error)
         case c.AddUnit():

@@ -194,10 +194,10 @@ class ZmqServer:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller, record=request)
         except DataPlaneError as error:
             self._log_rejection(caller, error)
-            self._send(caller, zmq_frames.refusal(messages.number_of(request), error))
+            self._send(caller, zmq_frames.refusal(messages.call_id_of(request), error))
         except Exception as error:
             self._failures.write(logging.ERROR, "Failed on a request", error)
-            self._send(caller, zmq_frames.refusal(messages.number_of(request), InternalError(what=repr(error))))
+            self._send(caller, zmq_frames.refusal(messages.call_id_of(request), InternalError(what=repr(error))))
 
     def _log_rejection(self, caller: bytes, error: DataPlaneError) -> None:
         """Log a rejected request, unless too many were logged recently."""
@@ -220,13 +220,13 @@ class ZmqServer:
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""
         assert self._facts is not None
-        number = output.number if isinstance(output, c.Answer) else 0  # 0: the reply to an unnumbered request
+        call_id = output.call_id if isinstance(output, c.Answer) else 0  # 0: the reply to a request without an id
         try:
             body = body_of(output, self._facts)
             zmq_frames.check_size(body, "the answer")
-            frame = zmq_frames.answer(number, body)
+            frame = zmq_frames.answer(call_id, body)
         except DataPlaneError as error:
-            frame = zmq_frames.refusal(number, error)
+            frame = zmq_frames.refusal(call_id, error)
         self._send(caller, frame)
 
     def _send(self, caller: bytes, frame: bytes) -> None:

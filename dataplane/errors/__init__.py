@@ -21,7 +21,7 @@
     │   ├── PartitionDroppedError       the partition was dropped while a call waited on it
     │   ├── RequestTooLargeError        the request can never fit, even in an empty service
     │   ├── LimitError                  a count exceeds a limit of the service; names count and limit
-    │   ├── StaleCallError              a call number that the session has already settled
+    │   ├── StaleCallError              a call id that the session has already settled
     │   ├── ClientClosedError           the client was closed (by `close` or in a forked child)
     │   ├── ReentrantCallError          a signal handler or finalizer called the client whose call it interrupts
     │   └── RolloutAbortedError         a replay buffer no longer accepts the produced samples
@@ -243,16 +243,16 @@ class LimitError(BadRequestError):
 
 
 class StaleCallError(BadRequestError):
-    """The session has settled a call of this number before, like all calls below its `watermark`."""
+    """The session has settled a call with this id before, like all calls below its `watermark`."""
 
     grpc_status = "FAILED_PRECONDITION"
 
-    def __init__(self, *, session: int, number: int, watermark: int) -> None:
+    def __init__(self, *, session: int, call_id: int, watermark: int) -> None:
         super().__init__(
-            f"call {number} of session {session} is not executed: it was already answered or cancelled, like all calls "
-            f"below {watermark}",
+            f"call {call_id} of session {session} is not executed: it was already answered or cancelled, "
+            f"like all calls below {watermark}",
             session=session,
-            number=number,
+            call_id=call_id,
             watermark=watermark,
         )
 

@@ -118,11 +118,11 @@ class CallCancelledError(ServiceError):
 
     grpc_status = "CANCELLED"
 
-    def __init__(self, *, session: int, number: int) -> None:
+    def __init__(self, *, session: int, call_id: int) -> None:
         super().__init__(
-            f"call {number} of session {session} was cancelled before it took effect; nothing was changed",
+            f"call {call_id} of session {session} was cancelled before it took effect; nothing was changed",
             session=session,
-            number=number,
+            call_id=call_id,
         )
 
 

@@ -47,7 +47,7 @@ _EXEMPT_FROM_LIMIT = (c.Abort, c.Release, c.Unclaim, c.Bye)
 release."""
 
 Handler = Callable[[Session, int, Any], c.Result | None]
-"""(session, number, command) -> the result, or None if the call was parked."""
+"""(session, call_id, command) -> the result, or None if the call was parked."""
 
 
 class Ledger:
@@ -117,8 +117,8 @@ class Ledger:
         return sum(partition.account.live_bytes for partition in self._state.partitions.values())
 
     def units_on(self, host: str) -> list[int]:
-        """Return the numbers of a host's storage units, connected or lost."""
-        return [unit.number for unit in self._state.units.values() if unit.host == host]
+        """Return the ids of a host's storage units, connected or lost."""
+        return [unit.unit_id for unit in self._state.units.values() if unit.host == host]
 
     def apply(self, item: c.Input) -> list[c.Output]:
         """Process one input and return its outputs, in the order in which they must leave. If an input raises (a
@@ -270,31 +270,31 @@ class Ledger:
             self._drains.serve_waiting()
         self._pressure.update()
 
-    # --- numbered calls
+    # --- calls
 
     def _handle_call(self, call: c.Call) -> None:
         """Execute a call once. For a repeated call: send its answer again if it is kept, reject it if it is settled, do
         nothing while it is parked."""
         state = self._state
-        number = call.number
+        call_id = call.call_id
         session = state.sessions.get(call.session)
         if session is None or not session.live:
             self._refuse_expired(call, session)
             return
         session.record_contact(state.now)
-        # A watermark above the call's own number is malformed: it settles nothing, and the call is rejected below.
-        if call.watermark <= number and (call.watermark > session.watermark or call.confirmed):
+        # A watermark above the call's own id is malformed: it settles nothing, and the call is rejected below.
+        if call.watermark <= call_id and (call.watermark > session.watermark or call.confirmed):
             self._confirm(session, call)
-        if number in session.parked:
+        if call_id in session.parked:
             return
-        answered = session.answers.get(number)  # the answer that the call has got, if it is kept
+        answered = session.answers.get(call_id)  # the answer that the call has got, if it is kept
         if answered is not None:
-            state.out.append(c.Answer(session=session.number, number=number, result=answered))
-        elif session.is_settled(number) or number < call.watermark:
-            error = StaleCallError(session=session.number, number=number, watermark=session.watermark)
-            state.out.append(c.Answer(session=session.number, number=number, result=error))
+            state.out.append(c.Answer(session=session.session_id, call_id=call_id, result=answered))
+        elif session.is_settled(call_id) or call_id < call.watermark:
+            error = StaleCallError(session=session.session_id, call_id=call_id, watermark=session.watermark)
+            state.out.append(c.Answer(session=session.session_id, call_id=call_id, result=error))
         else:
-            self._execute(session, number, call.command)
+            self._execute(session, call_id, call.command)
 
     def _confirm(self, session: Session, call: c.Call) -> None:
         """Settle the calls that the watermark and the confirmations of this call cover: the client has their answers,
@@ -302,22 +302,22 @@ class Ledger:
         state = self._state
         cancelled, final_claims = session.confirm(call.watermark, call.confirmed, state.limits)
         for parked in cancelled:
-            state.unpark(parked, CallCancelledError(session=session.number, number=parked.number))
+            state.unpark(parked, CallCancelledError(session=session.session_id, call_id=parked.call_id))
         for claim in final_claims:
             state.recheck_puts(claim.partition, claim.rows)
 
-    def _execute(self, session: Session, number: int, command: c.Command) -> None:
+    def _execute(self, session: Session, call_id: int, command: c.Command) -> None:
         """Run a command, and answer it unless it was parked."""
         result: c.Result | DataPlaneError | None
         try:
             if not isinstance(command, _EXEMPT_FROM_LIMIT):
                 limit = self._state.limits.in_flight
                 check_limit("calls in flight", session.unanswered + 1, limit, "Wait for answers to earlier calls.")
-            result = self._handlers[type(command)](session, number, command)
+            result = self._handlers[type(command)](session, call_id, command)
         except DataPlaneError as error:
             result = error
         if result is not None:
-            self._state.answer(session, number, result)
+            self._state.answer(session, call_id, result)
 
     def _refuse_expired(self, call: c.Call, session: Session | None) -> None:
         """Answer a call of a session that is not live: with an error, or `Done` for a `Bye`."""
@@ -329,56 +329,56 @@ class Ledger:
                 else session.why
             )
             result = SessionExpiredError(session=call.session, why=why)
-        self._state.out.append(c.Answer(session=call.session, number=call.number, result=result))
+        self._state.out.append(c.Answer(session=call.session, call_id=call.call_id, result=result))
 
     # --- withdrawing calls
 
-    def _abort(self, session: Session, number: int, command: c.Abort) -> c.Done:
+    def _abort(self, session: Session, call_id: int, command: c.Abort) -> c.Done:
         """Withdraw an earlier call, and free the space that it reserved."""
-        self._withdraw(session, number, command.reservation, c.Allocated | c.Preallocated)
+        self._withdraw(session, call_id, command.reservation, c.Allocated | c.Preallocated)
         if command.reservation in session.reservations:
             self._state.free_reservation(session, command.reservation)
         return c.Done()
 
-    def _release(self, session: Session, number: int, command: c.Release) -> c.Done:
+    def _release(self, session: Session, call_id: int, command: c.Release) -> c.Done:
         """Withdraw an earlier call, forget what it saved, and unpin what it pinned."""
-        self._withdraw(session, number, command.located, c.Located | c.Saved | c.FoundCells)
+        self._withdraw(session, call_id, command.located, c.Located | c.Saved | c.FoundCells)
         session.saves.pop(command.located, None)
         pinned = session.pins.pop(command.located, None)
         if pinned is not None:
             self._state.extents.unpin(pinned)
         return c.Done()
 
-    def _unclaim(self, session: Session, number: int, command: c.Unclaim) -> c.Done:
+    def _unclaim(self, session: Session, call_id: int, command: c.Unclaim) -> c.Done:
         """Withdraw an earlier claim, and return its samples unless the client has confirmed its answer."""
-        self._withdraw(session, number, command.claimed, c.Claimed)
+        self._withdraw(session, call_id, command.claimed, c.Claimed)
         if command.claimed in session.unconfirmed:
             self._state.return_claim(session, command.claimed)
         return c.Done()
 
-    def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
+    def _withdraw(self, session: Session, call_id: int, target: int, kind: type[c.Result] | UnionType) -> None:
         """Cancel call `target`, whose result is of type `kind`: end it if it is parked. If it was executed or has not
         arrived yet, never execute it (again); the caller undoes what it did. Does nothing if it failed or is settled
         (repetitions are rejected anyway). Raises InvalidRequestError if it is not an earlier call, or had another type
         of result."""
-        if not 1 <= target < number:
-            raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
+        if not 1 <= target < call_id:
+            raise InvalidRequestError(f"call {call_id} cannot withdraw call {target}, only earlier calls")
         answer = session.answers.get(target)
         if target in session.parked:
-            self._state.unpark(session.parked[target], CallCancelledError(session=session.number, number=target))
+            self._state.unpark(session.parked[target], CallCancelledError(session=session.session_id, call_id=target))
         elif isinstance(answer, c.Result) and not isinstance(answer, kind):
             expected = getattr(kind, "__name__", kind)
             raise InvalidRequestError(f"call {target} was answered {type(answer).__name__}, expected {expected}")
         elif not session.is_settled(target) and not isinstance(answer, DataPlaneError):
             # Executed, or not arrived yet: if the call arrives or is repeated later, it gets this error.
-            cancelled = CallCancelledError(session=session.number, number=target)
+            cancelled = CallCancelledError(session=session.session_id, call_id=target)
             session.keep_answer(target, cancelled, self._state.limits)
 
     # --- time
 
     def _restart(self, item: c.Restarted) -> None:
         """Continue with this state in a new epoch of the service. Units and sessions must reconnect, and timeouts and
-        leases start again in full. Raises ValueError unless its number is greater."""
+        leases start again in full. Raises ValueError unless its epoch is greater."""
         state = self._state
         if item.epoch <= state.epoch:
             raise ValueError(f"new epoch {item.epoch} must be greater than the current epoch {state.epoch}")
@@ -391,7 +391,7 @@ class Ledger:
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
             unit.awaited = unit.awaited or unit.connected  # before `lost`, which clears `connected`
-            self._units.lost(c.UnitLost(unit=unit.number))  # until it offers its arena again
+            self._units.lost(c.UnitLost(unit=unit.unit_id))  # until it offers its arena again
         self._liveness.restarted()
         state.leases.renew(state.now)
         self._recount_everything()
@@ -400,7 +400,7 @@ class Ledger:
         """Discard the cached counts for parked calls: all of them are evaluated from the beginning."""
         for partition in self._state.partitions.values():
             partition.outlook = None
-            self._state.extents.loosened.add(partition.account.number)  # evaluates its puts again
+            self._state.extents.loosened.add(partition.account.account_id)  # evaluates its puts again
             for watch in partition.watches.values():
                 watch.reset()
             self._state.touch(partition)  # and its claims
@@ -419,9 +419,9 @@ class Ledger:
         # Calls that can be served now must not time out.
         self._serve_parked_calls()
         while state.alarms and state.alarms[0][0] <= state.now:  # an alarm begins with its deadline
-            _, _, session_number, call_number = heapq.heappop(state.alarms)
-            session = state.sessions.get(session_number)
-            parked = None if session is None else session.parked.get(call_number)
+            _, _, session_id, call_id = heapq.heappop(state.alarms)
+            session = state.sessions.get(session_id)
+            parked = None if session is None else session.parked.get(call_id)
             if parked is not None:
                 self._time_out(parked)
         self._serve_parked_calls()
@@ -448,13 +448,13 @@ class Ledger:
         """Remove alarms of answered calls from the top of the heap, so that `next_deadline` does not count them."""
         state = self._state
         while state.alarms:
-            _, _, session_number, call_number = state.alarms[0]
-            session = state.sessions.get(session_number)
-            if session is not None and call_number in session.parked:
+            _, _, session_id, call_id = state.alarms[0]
+            session = state.sessions.get(session_id)
+            if session is not None and call_id in session.parked:
                 return
             heapq.heappop(state.alarms)
 
 
 def _of_any_session(execute: Callable[[Any], c.Result]) -> Handler:
     """Return the handler of calls with a command that needs no session."""
-    return lambda session, number, command: execute(command)
+    return lambda session, call_id, command: execute(command)

@@ -32,14 +32,14 @@ HEARTBEATS_PER_S = 500
 """Maximum rate of the heartbeats of all sessions. More sessions send them less often."""
 SESSIONS_APART_NS = 100_000
 """Epochs are times in nanoseconds. A state can open ten thousand sessions per second before it reaches the
-numbers of a later state."""
+ids of a later state."""
 
 
 class Liveness:
     """Opens sessions, ends them when their clients are gone, and frees what ended sessions held.
 
-    `nonces`: session numbers by nonce, the random text by which a client's repeated `OpenSession` finds its session.
-    `opened` is the number of the last session. Numbers begin above all that an earlier state can have used, so
+    `nonces`: session ids by nonce, the random text by which a client's repeated `OpenSession` finds its session.
+    `opened` is the id of the last session. Ids begin above all that an earlier state can have used, so
     that a call of a session of a lost state is never taken for one of this state.
 
     A client process keeps a lock file locked while it runs. A session attached to a connected unit (local to it)
@@ -79,9 +79,9 @@ class Liveness:
         except DataPlaneError as refused:
             error = refused
         units = tuple(unit.info() for unit in self.state.units.values()) if session else ()
-        number = session.number if session else 0
+        session_id = session.session_id if session else 0
         self.state.out.append(
-            Opened(nonce=item.nonce, session=number, epoch=self.state.epoch, units=units, error=error)
+            Opened(nonce=item.nonce, session=session_id, epoch=self.state.epoch, units=units, error=error)
         )
 
     def _open(self, item: OpenSession) -> Session:
@@ -90,14 +90,14 @@ class Liveness:
         if item.epoch > state.epoch:  # the client has seen a later epoch, which this state does not contain
             lost = f"the latest changes of session {item.session}"
             raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
-        known = state.sessions.get(self.nonces.get(item.nonce, 0))  # no session has number 0
+        known = state.sessions.get(self.nonces.get(item.nonce, 0))  # no session has id 0
         if known is not None and known.live:
             self._record_heartbeat(known)
             return known
         if item.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
         if known is not None:
-            raise SessionExpiredError(session=known.number, why=known.why)
+            raise SessionExpiredError(session=known.session_id, why=known.why)
         if item.session:  # the client wants to continue a session
             raise self._unknown_session_error(item)
         limits = state.limits
@@ -107,9 +107,9 @@ class Liveness:
         check_limit("characters of a lock's path", len(item.lock_path), limits.path_bytes, "Use a shorter path.")
         self.opened += 1
         session = Session(self.opened, item.nonce, item.name, item.host, item.lock_path, state.now)
-        state.sessions[session.number] = session
+        state.sessions[session.session_id] = session
         state.several_hosts = None
-        self.nonces[item.nonce] = session.number
+        self.nonces[item.nonce] = session.session_id
         self._schedule_check(state.now + 2 * state.heartbeat_s)
         return session
 
@@ -172,7 +172,7 @@ class Liveness:
                 (self.state.now if session.probed is None else session.probed) + self.state.heartbeat_s
             )
 
-    def bye(self, session: Session, number: int, command: Bye) -> Done:
+    def bye(self, session: Session, call_id: int, command: Bye) -> Done:
         """End the session: parked calls end, unconfirmed claims are returned, and held bytes wait for proof from
         units."""
         self.end(session, "its client closed it")
@@ -187,15 +187,15 @@ class Liveness:
         session.state = SessionStatus.ENDING
         session.why = why
         for parked in list(session.parked.values()):
-            state.unpark(parked, SessionExpiredError(session=session.number, why=why))
+            state.unpark(parked, SessionExpiredError(session=session.session_id, why=why))
         session.answers.clear()
         session.saves.clear()
-        state.drop_staged(session.number)
-        for number in list(session.unconfirmed):
-            state.return_claim(session, number)
+        state.drop_staged(session.session_id)
+        for call_id in list(session.unconfirmed):
+            state.return_claim(session, call_id)
         for reservation in session.reservations.values():
             state.unprotect_targets(reservation)
-        for lease in state.leases.owned_by(session.number):
+        for lease in state.leases.owned_by(session.session_id):
             state.return_rows(state.partitions[lease.partition], lease.task, lease.rows_on_lease())
         # These units must report `SessionGone` before the session's bytes there are freed. The lock path that a unit
         # reported replaces the one from the client.
@@ -238,10 +238,10 @@ class Liveness:
             extents.free(np.array([piece.extent for column in on_unit for piece in column], np.int32))
             reservation.pieces = others
             reservation.broken = True
-        for number, pinned in list(session.pins.items()):
+        for call_id, pinned in list(session.pins.items()):
             is_on_unit = extents.units[pinned] == unit
             extents.unpin(pinned[is_on_unit])
-            session.pins[number] = pinned[~is_on_unit]
+            session.pins[call_id] = pinned[~is_on_unit]
         if not session.live:
             self._forget_empty(session)
 
@@ -256,13 +256,13 @@ class Liveness:
             return
         assert not session.reservations, session.reservations
         assert not session.pins, session.pins
-        del self.state.sessions[session.number]
+        del self.state.sessions[session.session_id]
         self.state.several_hosts = None
         self.nonces.pop(session.nonce, None)
 
     def restarted(self) -> None:
         """Begin a new epoch of the service, in which no session is overdue. If the end of the log was lost, the
-        numbers of sessions opened there are not used again."""
+        ids of sessions opened there are not used again."""
         self.opened = max(self.opened, self.state.epoch // SESSIONS_APART_NS)
         for session in self.state.sessions.values():
             self._record_heartbeat(session)
@@ -294,8 +294,8 @@ class Liveness:
                 if kept != reservation.pieces:
                     reservation.pieces = kept
                     reservation.broken = True
-            for number, pinned in list(session.pins.items()):
-                session.pins[number] = pinned[extents.units[pinned] != unit]
+            for call_id, pinned in list(session.pins.items()):
+                session.pins[call_id] = pinned[extents.units[pinned] != unit]
             session.fencing.pop(unit, None)
             if not session.live:
                 self._forget_empty(session)
@@ -374,11 +374,11 @@ class Liveness:
             self._fence(session, unit, path)
 
     def _fence(self, session: Session, unit: int, lock_path: str) -> None:
-        self._order_fence(session.number, unit, lock_path)
+        self._order_fence(session.session_id, unit, lock_path)
 
     def _order_fence(self, session: int, unit: int, lock_path: str) -> None:
-        """Order the unit to fence the session, together with all ended sessions numbered between its neighbours
-        that still exist. The unit then remembers no more ranges of numbers than there are sessions."""
+        """Order the unit to fence the session, together with all ended sessions with ids between its neighbours
+        that still exist. The unit then remembers no more ranges of ids than there are sessions."""
         existing = sorted(self.state.sessions)
         before = bisect_left(existing, session)
         after = bisect_right(existing, session)

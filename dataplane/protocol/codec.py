@@ -27,7 +27,8 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.Grown,
     c.Tick,
 )
-"""The unnumbered inputs with a message: every `Input` except `Call` and `Restarted`, which stays in its process."""
+"""The inputs with a message but without a call id: every `Input` except `Call` and `Restarted`.
+`Restarted` stays in its process."""
 
 OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, *get_args(c.UnitOrder))
 """Outputs with a message. An `Answer` is sent as its result or its error, and a `Notice` is never sent."""
@@ -75,12 +76,12 @@ def from_pb(value_type: type[c.Value], wire: Message) -> Any:
 def call_from_pb(method: Method, wire: Any) -> c.Call:
     """Return the call of a request. Raises `InvalidRequestError` if the request is malformed."""
     header = wire.header
-    if min(header.session, header.number, header.watermark) < 0:
-        numbers = f"session {header.session}, call {header.number}, watermark {header.watermark}"
+    if min(header.session, header.call_id, header.watermark) < 0:
+        numbers = f"session {header.session}, call {header.call_id}, watermark {header.watermark}"
         raise InvalidRequestError(f"{method.name}: {numbers}: these must not be negative")
     return c.Call(
         session=header.session,
-        number=header.number,
+        call_id=header.call_id,
         watermark=header.watermark,
         confirmed=tuple(header.confirmed),
         command=from_pb(method.command, wire),

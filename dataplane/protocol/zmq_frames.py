@@ -1,6 +1,6 @@
 """The messages between clients and the ZMQ server, as frames.
 
-A request is the encoded form of an input (`ledger.encoding.messages`). A reply is a frame: msgpack of the number of its
+A request is the encoded form of an input (`ledger.encoding.messages`). A reply is a frame: msgpack of the id of its
 call, "ok" and the encoded result, or the name of an error and its facts. A message carries any number of replies, and
 up to `MAX_JOINED` requests.
 """
@@ -103,23 +103,23 @@ def check_size(body: bytes, what: str) -> None:
         raise RequestTooLargeError(wanted_bytes=len(body), limit_bytes=MAX_MESSAGE_BYTES, what=what)
 
 
-def answer(number: int, body: bytes) -> bytes:
+def answer(call_id: int, body: bytes) -> bytes:
     """Return the frame of a successful reply."""
-    return _encode((number, OK, msgspec.Raw(body)))
+    return _encode((call_id, OK, msgspec.Raw(body)))
 
 
-def refusal(number: int, error: DataPlaneError) -> bytes:
+def refusal(call_id: int, error: DataPlaneError) -> bytes:
     """Return the frame of an error reply."""
     name, facts = to_wire(error)
-    return _encode((number, name, msgspec.Raw(facts)))
+    return _encode((call_id, name, msgspec.Raw(facts)))
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply: the number of its call (0: none), and the body, or the error's name and facts. outcome: "ok", or the
+    """A reply: the id of its call (0: none), and the body, or the error's name and facts. outcome: "ok", or the
     name of the error."""
 
-    number: int
+    call_id: int
     outcome: str
     body: msgspec.Raw
 

@@ -1,6 +1,6 @@
 """The arena record of a storage unit in a state directory, by which its next epoch (run) adopts the same memory.
 
-`unit-NAME.json` names the arena and the unit's number at the controller. The arena itself stays in place, in shared
+`unit-NAME.json` names the arena and the unit's id at the controller. The arena itself stays in place, in shared
 memory or in a file, as long as this record exists.
 """
 
@@ -33,7 +33,7 @@ PAUSE_S = 0.05
 
 
 class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """arena: the arena's path; cookie: its identity. unit: the unit's number. boot: the boot id of the machine.
+    """arena: the arena's path; cookie: its identity. unit: the unit's id. boot: the boot id of the machine.
     arena_dir: the configured directory; directory: the identity of that directory. service: the name of the service
     that the arena belongs to; controller: that service's address. locks: the identity of the directory of the session
     locks."""
@@ -51,7 +51,7 @@ class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """An arena that was adopted or created. unit: the unit's previous number; 0: none. lost: the
+    """An arena that was adopted or created. unit: the unit's previous id; 0: none. lost: the
     cookie of a recorded arena that could not be adopted, so that `arena` is new; "": none is known.
     anew: a record existed, readable or not, but `arena` is new."""
 

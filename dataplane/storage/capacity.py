@@ -22,9 +22,9 @@ _USER_DIRECTORY = re.compile(r"tq-\d+")
 """Names of the directories that `private_dir.own_path` returns, of all users."""
 
 
-def unit_name(number: int) -> str:
-    """Return the name of storage unit `number` (from 0) of a service that starts its own units."""
-    return f"unit-{number}"
+def unit_name(index: int) -> str:
+    """Return the name of storage unit `index` (from 0) of a service that starts its own units."""
+    return f"unit-{index}"
 
 
 def unit_configs(config: DataPlaneConfig, count: int) -> list[DataPlaneConfig]:
@@ -34,20 +34,20 @@ def unit_configs(config: DataPlaneConfig, count: int) -> list[DataPlaneConfig]:
     capacity of a new arena (see `arena_capacity`), so that all of them fit together. Raises
     `ArenaSpaceError` if they do not fit, OSError if the directory of the arenas is not usable.
     """
-    configs = [config.of_unit(number) for number in range(count)]
+    configs = [config.of_unit(index) for index in range(count)]
     adopted: dict[int, Path] = {}
     if config.state_dir is not None:
-        for number in range(count):
-            path = recorded_arena(config.state_dir, unit_name(number))
+        for index in range(count):
+            path = recorded_arena(config.state_dir, unit_name(index))
             if path is not None:
-                adopted[number] = path
-    new = [number for number in range(count) if number not in adopted]
+                adopted[index] = path
+    new = [index for index in range(count) if index not in adopted]
     if new:
         sweep_directories(config)  # the memory of arenas without a process is free
         wanted = config.capacity_bytes
         capacity = arena_capacity(config.arena_dir, wanted, units=len(new), adopted=adopted.values())
-        for number in new:
-            configs[number] = replace(configs[number], capacity_bytes=capacity)
+        for index in new:
+            configs[index] = replace(configs[index], capacity_bytes=capacity)
     return configs
 
 

@@ -51,7 +51,7 @@ LET_GO_S = 10.0  # after each such wait for a buffer, an error is logged
 
 
 class _PendingRead(NamedTuple):
-    """A request of a read in flight, with its number at the unit. request: None for a Settle."""
+    """A request of a read in flight, with its id at the unit. request: None for a Settle."""
 
     call: int
     request: ReadRequest | None
@@ -183,7 +183,7 @@ class UnitConnection:
     ) -> None:
         """Write `buffers[k]` (one C-contiguous buffer, or a list of consecutive ones) at `offsets[k]` of the arena.
 
-        reservation: the number of the Allocate call that reserved the space.
+        reservation: the id of the Allocate call that reserved the space.
 
         Returns when the unit has stored all bytes. Large buffers are sent without a copy; when the call returns or
         raises, ZMQ no longer refers to them. `timeout_s` is the longest wait for each reply of the unit. Raises

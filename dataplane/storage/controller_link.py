@@ -50,12 +50,12 @@ TRANSIENT = (ServiceRestartedError, ServiceUnavailableError)
 
 class Outbox:
     """The ordered queue of a unit's reports, sent through one stream at a time. The next stream repeats the report at
-    which a stream broke, so the controller may receive a report twice. Thread-safe. `_stream_number`: the number of the
-    current stream; a stream of another number ends."""
+    which a stream broke, so the controller may receive a report twice. Thread-safe. `_stream_id`: the id of the
+    current stream; a stream of another id ends."""
 
     def __init__(self) -> None:
         self._items: deque[c.Input | None] = deque()
-        self._stream_number = 0
+        self._stream_id = 0
         self._changed = threading.Condition()
 
     def put(self, item: c.Input | None) -> None:
@@ -72,24 +72,24 @@ class Outbox:
     def stream(self, first: Iterable[c.Input]) -> Iterator[c.Input]:
         """Return an iterator over `first` and then the reports, until the queue's end or the next `stream` or `end`."""
         with self._changed:
-            self._stream_number += 1
+            self._stream_id += 1
             self._changed.notify_all()
-            return self._items_of(self._stream_number, list(first))
+            return self._items_of(self._stream_id, list(first))
 
     def end(self) -> None:
         """End the current stream."""
         with self._changed:
-            self._stream_number += 1
+            self._stream_id += 1
             self._changed.notify_all()
 
     def _items_of(self, stream: int, first: list[c.Input]) -> Iterator[c.Input]:
-        """Yield the items of stream number `stream`: `first`, then the queue. A report leaves the queue when the next
+        """Yield the items of stream `stream`: `first`, then the queue. A report leaves the queue when the next
         one is requested."""
         yield from first
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._items or self._stream_number != stream)
-                if self._stream_number != stream:  # `stream` or `end` was called
+                self._changed.wait_for(lambda: self._items or self._stream_id != stream)
+                if self._stream_id != stream:  # `stream` or `end` was called
                     return
                 item = self._items[0]
             if item is None:  # it stays in the queue, so that later streams end, too
@@ -98,20 +98,20 @@ class Outbox:
             yield item
             failpoint("unit.report.after")
             with self._changed:
-                if self._stream_number == stream:
+                if self._stream_id == stream:
                     self._items.popleft()
 
 
 class UnitLink:
     """Registers a unit and carries its reports and orders, in order, while it is open. Thread-safe.
 
-    When the connection breaks, the link resolves the address again and reconnects. The unit registers under its number,
+    When the connection breaks, the link resolves the address again and reconnects. The unit registers under its id,
     then sends its attached sessions and the reports queued meanwhile. A controller that lost its state has no record of
     the unit, so the unit registers as a new one. If the link cannot reconnect within `reconnect_s`, or the controller
     rejects the unit, the link sets `lost` and drops further reports.
 
-    `_add`: the registration with which the next stream begins. `_attached`: the attached sessions by number. `_guard`:
-    held to use both. `_answered`: the first registration succeeded or failed; `_outcome` is then the unit's number or
+    `_add`: the registration with which the next stream begins. `_attached`: the attached sessions by id. `_guard`:
+    held to use both. `_answered`: the first registration succeeded or failed; `_outcome` is then the unit's id or
     the error. `_settled`: the current stream was accepted or has ended. `_busy`: the error of the last attempt, if the
     service was unavailable. `_closed`: `close` was called. `lost`: the link has ended, also after `close`.
     """
@@ -154,15 +154,15 @@ class UnitLink:
         on_added: Callable[[int], None] = lambda unit: None,
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
-        """Register the unit at the controller and return its number. `on_proven` is called with the service's proven
+        """Register the unit at the controller and return its id. `on_proven` is called with the service's proven
         keys before each registration. The other callbacks run in the link's thread: `on_order` for each order, in
-        order; `on_added` with the number after each registration; `start_over` when the controller has no record of the
-        number: it empties the unit and returns its new registration. An exception of a callback ends the link.
+        order; `on_added` with the id after each registration; `start_over` when the controller has no record of the
+        id: it empties the unit and returns its new registration. An exception of a callback ends the link.
 
         Blocks for at most `opening_s` and retries a busy service until then. Later connection attempts are abandoned
         after about twice `timeout_s` without a reply. Raises `ServiceUnavailableError` (at once if nothing listens),
         `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` if the arena is already
-        registered, `ServiceRestartedError` if the controller has no record of the unit's number and there is no
+        registered, `ServiceRestartedError` if the controller has no record of the unit's id and there is no
         `start_over`, `CallTimeoutError`, and the errors of the callbacks.
         """
         assert self._thread is None, "opened twice"
@@ -337,7 +337,7 @@ class UnitLink:
         return accepted.is_set(), error
 
     def _record_registration(self, unit: int) -> None:
-        """Record the number under which the controller registered the unit, and end the wait of `open`."""
+        """Record the id under which the controller registered the unit, and end the wait of `open`."""
         with self._guard:
             assert self._add is not None
             self._add = msgspec.structs.replace(self._add, unit=unit)

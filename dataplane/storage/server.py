@@ -71,7 +71,7 @@ PEER_REPLIES = 64
 """Maximum number of queued replies for one peer. A peer that ignores its window and exceeds this loses replies, so its
 calls fail; the thread never waits for a peer."""
 MAX_WAITING_ATTACHES = 4096
-"""Maximum number of attach requests that wait until the unit has its number."""
+"""Maximum number of attach requests that wait until the unit has its id."""
 STOP_WAIT_S = 30.0
 
 Order = FenceSession | GrowArena
@@ -123,7 +123,7 @@ class BulkServer:
         self._unit = 0  # see `unit`
         self._admission: Admission | None = None  # None: peers present no ticket
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
-        self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []  # until the unit has its number
+        self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []  # until the unit has its id
         self._orders: deque[Order] = deque()  # queued by `order`, not begun yet
         self._growth = Growth(arena, report)
         self._access = ArenaAccess(arena, self._fault)
@@ -174,12 +174,12 @@ class BulkServer:
 
     @property
     def unit(self) -> int:
-        """The unit's number; 0 until it is set. Attach requests wait until then."""
+        """The unit's id; 0 until it is set. Attach requests wait until then."""
         return self._unit
 
     @unit.setter
-    def unit(self, number: int) -> None:
-        self._unit = number
+    def unit(self, unit_id: int) -> None:
+        self._unit = unit_id
         self._wake_thread()
 
     def admit(self, token: str | None) -> None:
@@ -291,7 +291,7 @@ class BulkServer:
 
     def _run_orders(self) -> None:
         """Execute queued orders, or begin those to grow the arena. Answer requests that waited for the unit's
-        number."""
+        id."""
         if self._unit and self._waiting_attaches:
             waiting, self._waiting_attaches = self._waiting_attaches, []
             for peer, request in waiting:
@@ -358,7 +358,7 @@ class BulkServer:
         failed: Exception | None = None
         began = time.perf_counter()
         try:
-            if verb == "attach" and not self._unit:  # `_run_orders` replies once the unit has its number
+            if verb == "attach" and not self._unit:  # `_run_orders` replies once the unit has its id
                 if len(self._waiting_attaches) < MAX_WAITING_ATTACHES:  # other clients time out and retry
                     self._waiting_attaches.append((peer, request))
                 return

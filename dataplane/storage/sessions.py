@@ -21,22 +21,22 @@ from dataplane.storage.session_lock import PeerLock
 log = logging.getLogger(__name__)
 
 MAX_STOPS = 256
-"""Maximum number of aborted puts recorded for one session. Beyond it, the lowest number is dropped, and every number up
+"""Maximum number of aborted puts recorded for one session. Beyond it, the lowest call id is dropped, and every id up
 to it counts as aborted: a wrongly rejected old put is an error, but an accepted late write would corrupt rows."""
 
 
 @dataclass(slots=True)
 class _Stops:
-    """The aborted puts of one session: every number up to `floor`, and those in `numbers`."""
+    """The aborted puts of one session: every id up to `floor`, and those in `call_ids`."""
 
     floor: int = 0
-    numbers: set[int] = field(default_factory=set)
+    call_ids: set[int] = field(default_factory=set)
 
 
 class StoppedPuts:
-    """Aborted puts whose late writes are rejected, by (session, number of the Allocate call). Holds at most
-    `MAX_STOPS` numbers for each session that aborted a put and is not fenced. Every request of a fenced session is
-    rejected, so `forget` drops its numbers."""
+    """Aborted puts whose late writes are rejected, by (session, id of the Allocate call). Holds at most
+    `MAX_STOPS` ids for each session that aborted a put and is not fenced. Every request of a fenced session is
+    rejected, so `forget` drops its ids."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, _Stops] = {}
@@ -46,23 +46,23 @@ class StoppedPuts:
         stops = self._sessions.setdefault(session, _Stops())
         if reservation <= stops.floor:  # it counts as aborted already
             return
-        stops.numbers.add(reservation)
-        if len(stops.numbers) > MAX_STOPS:
-            stops.floor = min(stops.numbers)
-            stops.numbers.remove(stops.floor)
+        stops.call_ids.add(reservation)
+        if len(stops.call_ids) > MAX_STOPS:
+            stops.floor = min(stops.call_ids)
+            stops.call_ids.remove(stops.floor)
 
     def covers(self, session: int, reservation: int) -> bool:
         """Whether the put was aborted, or counts as aborted because of the floor."""
         stops = self._sessions.get(session)
-        return stops is not None and (reservation <= stops.floor or reservation in stops.numbers)
+        return stops is not None and (reservation <= stops.floor or reservation in stops.call_ids)
 
     def forget(self, session: int) -> None:
-        """Drop the numbers of a session that was fenced."""
+        """Drop the ids of a session that was fenced."""
         self._sessions.pop(session, None)
 
     def __len__(self) -> int:
-        """Return how many numbers are recorded, with the floors above 0."""
-        return sum(len(stops.numbers) + bool(stops.floor) for stops in self._sessions.values())
+        """Return how many ids are recorded, with the floors above 0."""
+        return sum(len(stops.call_ids) + bool(stops.floor) for stops in self._sessions.values())
 
 
 @dataclass(eq=False)

@@ -102,7 +102,7 @@ class StorageUnit:
             registration,
             on_order=self._execute_order,
             on_proven=self._check_service,
-            on_added=self._set_number,
+            on_added=self._set_unit_id,
             start_over=self._start_over,
         )
         if config.http_port is not None:
@@ -160,14 +160,14 @@ class StorageUnit:
             if self._bulk is not None:
                 self._bulk.admit(keys.secret)
 
-    def _set_number(self, number: int) -> None:
-        """Use the number that the controller gave to the unit, and write it to the arena record."""
+    def _set_unit_id(self, unit_id: int) -> None:
+        """Use the id that the controller gave to the unit, and write it to the arena record."""
         with self._guard:
-            # A reconnected unit keeps its number, which is recorded already.
-            if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
-                self._bulk.unit = number
+            # A reconnected unit keeps its id, which is recorded already.
+            if self._bulk is not None and self._arena is not None and self._bulk.unit != unit_id:
+                self._bulk.unit = unit_id
                 if self._record is not None:
-                    self._record.write(self._arena, number)
+                    self._record.write(self._arena, unit_id)
 
     def _start_over(self) -> c.AddUnit:
         """Replace the arena by an empty one, after the controller lost its record of the unit. Return the new
@@ -194,7 +194,7 @@ class StorageUnit:
 
         if config.state_dir is None:
             return Adopted(arena=create(keeper=None))
-        if anew and self._record is not None:  # the controller has no record of the unit, so no number or arena of it
+        if anew and self._record is not None:  # the controller has no record of the unit, so no id or arena of it
             return Adopted(arena=self._record.create_arena(create))
         self._record = UnitRecord(
             config.state_dir,
@@ -254,8 +254,8 @@ class StorageUnit:
         return "" if self._http is None else self._http.url
 
     @property
-    def number(self) -> int:
-        """The unit's number at the controller. It changes if the unit registers again with an empty arena."""
+    def unit_id(self) -> int:
+        """The unit's id at the controller. It changes if the unit registers again with an empty arena."""
         with self._guard:
             assert self._bulk is not None, "not started"
             return self._bulk.unit

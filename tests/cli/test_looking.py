@@ -593,9 +593,7 @@ def test_no_such_unit_is_exit_1(filled: DataPlaneClient, capsys: pytest.CaptureF
 def test_a_name_that_two_have_is_not_enough(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     with StorageUnit(DataPlaneConfig(capacity_bytes=8 * MIB), str(filled.config.address), name="unit-0"):
         assert main(["drop", "unit-0"]) == 1
-        assert (
-            "several units have this name, pass a number; the service has 1 unit-0, 2 unit-0" in capsys.readouterr().err
-        )
+        assert "several units have this name, pass an id; the service has 1 unit-0, 2 unit-0" in capsys.readouterr().err
 
 
 # --- `tq checkpoint` and `tq restore`.

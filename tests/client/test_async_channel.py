@@ -62,7 +62,7 @@ def test_many_calls_at_once(real: Controller) -> None:
     async def script(channel: AsyncChannel) -> None:
         await channel.call(c.Register(partition="p", fields={}, num_samples=None, tasks=("t",)))
         outcomes = await asyncio.gather(*[channel.call(c.Describe(partition="p")) for _ in range(100)])
-        assert len({number for number, _ in outcomes}) == 100
+        assert len({call_id for call_id, _ in outcomes}) == 100
         with pytest.raises(PartitionNotFoundError):
             await channel.call(c.Describe(partition="other"))
         assert (channel.session, channel.address, channel.units) == (1, real.address, ())
@@ -94,10 +94,10 @@ def test_a_lost_answer_is_asked_for_again(
         ledger.answer = lambda call: (
             c.Done() if isinstance(call.command, c.Bye) or len(ledger.of(type(call.command))) >= 2 else None
         )
-        number, _ = await channel.call(c.Seal(partition="p"))
-        assert {call.number for call in ledger.of(c.Seal)} == {number}
+        call_id, _ = await channel.call(c.Seal(partition="p"))
+        assert {call.call_id for call in ledger.of(c.Seal)} == {call_id}
         channel.post(c.Release(located=1))
-        assert len({call.number for call in await seen(ledger, c.Release, 2)}) == 1
+        assert len({call.call_id for call in await seen(ledger, c.Release, 2)}) == 1
 
     run(scripted, script)
 

@@ -66,7 +66,7 @@ class LateLedger(ScriptedLedger):
     def apply(self, item: c.Input) -> list[c.Output]:
         outputs = super().apply(item)
         if isinstance(item, c.Call) and isinstance(item.command, c.Release):
-            outputs.append(c.Answer(session=item.session, number=item.command.located, result=c.Done()))
+            outputs.append(c.Answer(session=item.session, call_id=item.command.located, result=c.Done()))
         return outputs
 
 
@@ -86,7 +86,7 @@ def seal(channel: ControllerChannel, name: str) -> c.Result:
 
 
 def sealing(channel: ControllerChannel, threads: ThreadPoolExecutor, number: int) -> dict[int, Future[c.Result]]:
-    """As many calls of threads which wait for their replies, by number."""
+    """As many calls of threads which wait for their replies, by id."""
     calls: dict[int, Future[c.Result]] = {}
     for _ in range(number):
         call = threads.submit(seal, channel, "p")
@@ -122,9 +122,9 @@ def test_another_thread_polls_when_the_reply_of_the_first_has_arrived(
     ledger.late = True
     calls = sealing(channel, threads, 8)
     while calls:
-        number = poller(channel).outgoing.number
-        channel.post(c.Release(located=number))
-        calls.pop(number).result(WAIT_S)
+        call_id = poller(channel).outgoing.call_id
+        channel.post(c.Release(located=call_id))
+        calls.pop(call_id).result(WAIT_S)
         assert not any(call.done() for call in calls.values())
 
 
@@ -217,12 +217,12 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
         with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
             seal(channel, "p")
         channel.post(c.Release(located=1))
-        assert channel._calls._numbering.unanswered == 1
+        assert channel._calls._call_ids.unanswered == 1
         assert not len(channel._in_flight)
     seal(channel, "p")
     for outgoing in channel._calls.due(all_of_them=True):
         channel._send_once(outgoing)
-    wait_until(lambda: channel._maintain() or channel._calls._numbering.unanswered == 0, "the release is answered")
+    wait_until(lambda: channel._maintain() or channel._calls._call_ids.unanswered == 0, "the release is answered")
 
 
 def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(

@@ -77,8 +77,8 @@ def register(channel: ControllerChannel) -> None:
 def test_commands_reach_the_ledger_and_their_errors_come_back(real: Controller, open_channel: Open) -> None:
     channel = open_channel(real, client_name="me")
     register(channel)
-    number, described = channel.call(c.Describe(partition="p"))
-    assert number == 2
+    call_id, described = channel.call(c.Describe(partition="p"))
+    assert call_id == 2
     assert isinstance(described, c.Described)
     assert described.tasks == ("t",)
     with pytest.raises(PartitionNotFoundError, match="'other'"):
@@ -118,17 +118,17 @@ def test_many_threads_call_at_once(real: Controller, open_channel: Open) -> None
     register(channel)
     with ThreadPoolExecutor(8) as pool:
         outcomes = list(pool.map(lambda _: channel.call(c.Describe(partition="p")), range(200)))
-    assert len({number for number, _ in outcomes}) == 200
+    assert len({call_id for call_id, _ in outcomes}) == 200
     _, stats = channel.call(c.Stats())
     assert isinstance(stats, c.StatsReport)
 
 
-def test_a_lost_answer_is_asked_for_again_under_the_same_number(
+def test_a_lost_answer_is_asked_for_again_under_the_same_id(
     scripted: Controller, ledger: ScriptedLedger, open_channel: Open, soon: None
 ) -> None:
     ledger.answer = lambda call: c.Done() if len(ledger.of(c.Seal)) >= 3 else None
-    number, _ = open_channel(scripted).call(c.Seal(partition="p"))
-    assert {call.number for call in ledger.of(c.Seal)} == {number}
+    call_id, _ = open_channel(scripted).call(c.Seal(partition="p"))
+    assert {call.call_id for call in ledger.of(c.Seal)} == {call_id}
 
 
 def test_posted_commands_are_repeated_until_answered(
@@ -143,7 +143,7 @@ def test_posted_commands_are_repeated_until_answered(
     )
     channel = open_channel(scripted)
     channel.post(c.Release(located=7))
-    assert {call.number for call in ledger.wait_for(c.Release, 2)} == {1}
+    assert {call.call_id for call in ledger.wait_for(c.Release, 2)} == {1}
     while True:
         channel.call(c.Units())
         if ledger.of(c.Units)[-1].watermark > 1:
@@ -180,7 +180,7 @@ def test_a_call_given_up_is_undone(
     with pytest.raises(CallTimeoutError):
         channel.call(command, timeout_s=0.05)
     (undone,) = ledger.wait_for(undo)
-    assert undone.number == 2
+    assert undone.call_id == 2
     assert undone.watermark == 1
     (names_the_call,) = undone.command.__struct_fields__
     assert getattr(undone.command, names_the_call) == 1
@@ -251,7 +251,7 @@ def long_blocked() -> c.Result:
     )
 
 
-def test_values_that_do_not_fit_a_message_use_up_no_number(
+def test_values_that_do_not_fit_a_message_use_up_no_call_id(
     scripted: Controller, open_channel: Open, ledger: ScriptedLedger
 ) -> None:
     channel = open_channel(scripted)
@@ -472,7 +472,7 @@ def test_the_server_refuses_what_is_no_request(real: Controller) -> None:
             dealer.send_multipart(frames)
             assert dealer.poll(int(WAIT_S * 1000))
             (reply,) = zmq_frames.Reply.parse(dealer.recv_multipart())
-            assert reply.number == 0
+            assert reply.call_id == 0
             with pytest.raises(InvalidRequestError, match=why):
                 reply.good_body()
     finally:

@@ -401,8 +401,8 @@ def buffer(ticking: Clock) -> PreallocatedBuffer:
     return buffer
 
 
-def add(buffer: PreallocatedBuffer, number: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
-    buffer.add(number, Preallocate(unit=UNIT, nbytes=nbytes), offset)
+def add(buffer: PreallocatedBuffer, call_id: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
+    buffer.add(call_id, Preallocate(unit=UNIT, nbytes=nbytes), offset)
 
 
 def take(buffer: PreallocatedBuffer, nbytes: int) -> Any:
@@ -446,24 +446,24 @@ def test_parts_follow_one_another_until_the_space_is_used_up(buffer: Preallocate
 
 
 def test_space_goes_back_once_replaced_and_no_longer_in_use(buffer: PreallocatedBuffer) -> None:
-    add(buffer, number=7)
+    add(buffer, call_id=7)
     first, second = take(buffer, 64), take(buffer, 64)
     assert take(buffer, 256) is None
     buffer.next_request(256, UNIT)
-    add(buffer, number=8)
+    add(buffer, call_id=8)
     assert list(buffer.returned) == []
     buffer.finish(first, failed=False)
     assert list(buffer.returned) == []
     buffer.finish(second, failed=False)
     assert list(buffer.returned) == [7]
-    assert take(buffer, 64).space.number == 8
+    assert take(buffer, 64).space.call_id == 8
 
 
 def test_space_that_several_puts_asked_for_is_used_by_the_next_ones(buffer: PreallocatedBuffer) -> None:
-    add(buffer, number=7, nbytes=128)
-    add(buffer, number=8, nbytes=128)
+    add(buffer, call_id=7, nbytes=128)
+    add(buffer, call_id=8, nbytes=128)
     taken = [take(buffer, 64) for _ in range(5)]
-    assert [part and part.space.number for part in taken] == [7, 7, 8, 8, None]
+    assert [part and part.space.call_id for part in taken] == [7, 7, 8, 8, None]
     assert list(buffer.returned) == []
 
 
@@ -544,8 +544,8 @@ def test_the_bounds_make_sense() -> None:
 
 
 def test_all_space_is_given_up_once_its_parts_are_finished(buffer: PreallocatedBuffer) -> None:
-    add(buffer, number=7, nbytes=64)
-    add(buffer, number=8)
+    add(buffer, call_id=7, nbytes=64)
+    add(buffer, call_id=8)
     part = take(buffer, 64)
     buffer.give_up_all()
     assert list(buffer.returned) == [8]

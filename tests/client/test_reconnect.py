@@ -75,7 +75,7 @@ def test_calls_wait_for_its_return(
     wait_until(lambda: calls_of(client).waiting, "a lost service")
     calls = [pool.submit(put, client, number) for number in (2, 3, 4)]
     claim = pool.submit(client.claim_meta, "p", "train", FIELDS, 4)
-    wait_until(lambda: calls_of(client)._numbering.unanswered >= 4, "calls under way")
+    wait_until(lambda: calls_of(client)._call_ids.unanswered >= 4, "calls under way")
     assert not any(call.done() for call in [*calls, claim])
     restartable.start()
     for call in calls:
@@ -251,7 +251,7 @@ def test_a_network_that_heals_is_no_end(
     check(client, 1, 2)
 
 
-def test_a_unit_that_was_cut_off_keeps_its_number_and_its_rows(
+def test_a_unit_that_was_cut_off_keeps_its_id_and_its_rows(
     restartable: RestartableService, open_client: Open, proxy_to: Callable[[int], Proxy], style: str
 ) -> None:
     proxy = proxy_to(restartable.port)
@@ -365,7 +365,7 @@ def test_closing_while_it_is_gone_ends_calls_and_is_quick(
     restartable.stop()
     wait_until(lambda: calls_of(client).waiting, "a lost service")
     waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: calls_of(client)._numbering.unanswered, "a call under way")
+    wait_until(lambda: calls_of(client)._call_ids.unanswered, "a call under way")
     client.close()
     with pytest.raises(ClientClosedError):
         waiting.result(WAIT_S)

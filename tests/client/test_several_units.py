@@ -30,9 +30,9 @@ BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())
 
 @pytest.fixture
 def units():
-    made = {number: Unit(number=number) for number in range(1, UNITS + 1)}
-    for number, unit in made.items():
-        unit.arena.data[: 16 * MIB] = noise(16 * MIB, seed=number)
+    made = {unit_id: Unit(unit_id=unit_id) for unit_id in range(1, UNITS + 1)}
+    for unit_id, unit in made.items():
+        unit.arena.data[: 16 * MIB] = noise(16 * MIB, seed=unit_id)
     yield made
     for unit in made.values():
         unit.close()
@@ -42,7 +42,7 @@ def units():
 def unit_connections(units):
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN, call_timeout_s=WAIT_S)
     unit_connections = UnitConnections(config, session=1, lock=None, memory=BufferPool(64 * MIB))
-    unit_connections.learn([changed(unit.info, unit=number) for number, unit in units.items()])
+    unit_connections.learn([changed(unit.info, unit=unit_id) for unit_id, unit in units.items()])
     yield unit_connections
     unit_connections.close()
 
@@ -132,7 +132,7 @@ def test_parts_of_rows_from_local_and_remote_units_at_once(units):
     config = DataPlaneConfig(address="nowhere:1", token=TOKEN, call_timeout_s=WAIT_S)
     with SessionLock.create() as lock:
         connections = UnitConnections(config, session=1, lock=lock, memory=BufferPool(64 * MIB))
-        listed = [changed(unit.info, unit=number) for number, unit in units.items()]
+        listed = [changed(unit.info, unit=unit_id) for unit_id, unit in units.items()]
         connections.learn([changed(info, host="another") if info.unit == 2 else info for info in listed])
         try:
             spec = FieldSpec(FieldKind.JAGGED, "uint8", (5, 4))

@@ -93,7 +93,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
     ("later", "kind", "message"),
     [
         ({"epoch": EPOCH + 1}, ServiceRestartedError, f"storage unit {UNIT} has epoch 4, expected epoch 3"),
-        ({"unit": UNIT + 1}, StorageUnitError, "has no storage unit of this number"),
+        ({"unit": UNIT + 1}, StorageUnitError, "has no storage unit with this id"),
     ],
     ids=["another epoch", "removed"],
 )
@@ -213,5 +213,5 @@ def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, unit_conne
     assert unit_connections.take_settled() == [5]
     with pytest.raises(ClientClosedError):
         connection.read([0], [8], timeout_s=1.0)
-    with pytest.raises(StorageUnitError, match="has no storage unit of this number"):
+    with pytest.raises(StorageUnitError, match="has no storage unit with this id"):
         unit_connections.gather([ROW], {UNIT})

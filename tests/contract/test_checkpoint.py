@@ -266,9 +266,9 @@ def cell(server: Server) -> Iterator[Callable[[str, str, str], np.ndarray]]:
     def find(partition: str, sample: str, field: str) -> np.ndarray:
         connection = looking._connections.get()
         locate = c.Locate(partition=partition, samples=c.Samples(ids=(sample,)), fields=(field,))
-        number, located = connection._channel.call(locate)
+        call_id, located = connection._channel.call(locate)
         (found,) = located.fields
-        connection._channel.post(c.Release(located=number))
+        connection._channel.post(c.Release(located=call_id))
         connection.session_state.connections.learn(connection._channel.call(c.Units())[1].units)
         arena = connection.session_state.connections.connection(int(found.units[0])).arena
         return arena.writable(int(found.offsets[0]), int(found.lengths[0]) * found.spec.unit_bytes)

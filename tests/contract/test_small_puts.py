@@ -36,9 +36,9 @@ class Commands(Counter[str]):
         match item:
             case c.SessionAttached(session=session):
                 self.attached.add(session)
-            # What is not answered soon is asked again, under its number.
-            case c.Call(session=session, number=number, command=command):
-                if (call := (id(ledger), session, number)) not in self._seen:
+            # What is not answered soon is asked again, under its id.
+            case c.Call(session=session, call_id=call_id, command=command):
+                if (call := (id(ledger), session, call_id)) not in self._seen:
                     self._seen.add(call)
                     self[type(command).__name__] += 1
                     if isinstance(command, c.Commit):

@@ -59,7 +59,7 @@ class ScriptedLedger:
         match item:
             case c.Call():
                 result = answer(item)
-                return [] if result is None else [c.Answer(session=item.session, number=item.number, result=result)]
+                return [] if result is None else [c.Answer(session=item.session, call_id=item.call_id, result=result)]
             case c.OpenSession() if item.session and self.ended is not None:
                 return [c.Opened(nonce=item.nonce, error=self.ended)]
             case c.OpenSession():
@@ -69,7 +69,7 @@ class ScriptedLedger:
         return []
 
     def inspect(self, command: c.Command) -> c.Result:
-        result = self.answer(c.Call(session=0, number=0, watermark=0, command=command))
+        result = self.answer(c.Call(session=0, call_id=0, watermark=0, command=command))
         if isinstance(result, DataPlaneError):
             raise result
         assert result is not None

@@ -44,8 +44,8 @@ def serve() -> Iterator[Serve]:
         shell.stop(WAIT_S)
 
 
-def call(number: int, command: c.Command | None = None) -> c.Call:
-    return c.Call(session=1, number=number, watermark=1, command=command or c.Units())
+def call(call_id: int, command: c.Command | None = None) -> c.Call:
+    return c.Call(session=1, call_id=call_id, watermark=1, command=command or c.Units())
 
 
 class Inbox:
@@ -70,11 +70,11 @@ def result(output: c.Output) -> c.Result | DataPlaneError:
 def test_inputs_are_applied_in_order_after_a_tick(serve: Serve) -> None:
     ledger, inbox = ScriptedLedger(), Inbox()
     shell = serve(ledger)
-    for number in range(1, 50):
-        shell.submit(call(number), inbox.reply)
+    for call_id in range(1, 50):
+        shell.submit(call(call_id), inbox.reply)
     answers = [inbox.take() for _ in range(1, 50)]
-    assert [answer.number for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 50))
-    assert [item.number for item in ledger.of(c.Call)] == list(range(1, 50))
+    assert [answer.call_id for answer in answers if isinstance(answer, c.Answer)] == list(range(1, 50))
+    assert [item.call_id for item in ledger.of(c.Call)] == list(range(1, 50))
     assert ledger.ticks >= 1
 
 
@@ -98,7 +98,7 @@ def ledger_wakes(shell: LedgerThread) -> None:
 
 def test_a_failing_ledger_is_logged_and_answered_and_goes_on(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     def fail(item: c.Call) -> c.Result:
-        if item.number == 1:
+        if item.call_id == 1:
             raise ZeroDivisionError("inside")
         return c.Done()
 
@@ -115,7 +115,7 @@ def test_a_failing_ledger_is_logged_and_answered_and_goes_on(serve: Serve, caplo
 
 def test_what_the_journal_cannot_take_is_refused_and_the_service_goes_on(serve: Serve) -> None:
     def full(item: c.Call) -> c.Result:
-        if item.number == 1:
+        if item.call_id == 1:
             raise StateDirError(directory="here", why="no space left")
         return c.Done()
 
@@ -199,15 +199,15 @@ def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
     monkeypatch.setattr(limited_log, "EVERY_S", 600.0)
 
     def full(item: c.Call) -> c.Result:
-        if item.number < 3:
+        if item.call_id < 3:
             raise StateDirError(directory="/state", why="no space left on device")
         return c.Done()
 
     inbox, ledger = Inbox(), ScriptedLedger(full)
     shell = serve(ledger)
     with caplog.at_level(logging.ERROR):
-        for number in (1, 2):
-            shell.submit(call(number), inbox.reply)
+        for call_id in (1, 2):
+            shell.submit(call(call_id), inbox.reply)
             error = result(inbox.take())
             assert isinstance(error, StateDirError)
             assert error.directory == "/state"

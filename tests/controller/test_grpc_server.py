@@ -65,8 +65,8 @@ def stub(channel: grpc.Channel) -> Any:
     return control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
 
 
-def header(number: int) -> pb.Header:
-    return pb.Header(session=1, number=number, watermark=1)
+def header(call_id: int) -> pb.Header:
+    return pb.Header(session=1, call_id=call_id, watermark=1)
 
 
 def test_a_session_over_grpc_alone(real: grpc.Channel) -> None:
@@ -106,7 +106,7 @@ def test_a_malformed_request_is_refused(real: grpc.Channel) -> None:
 
 def test_parked_commands_hold_no_thread_and_may_be_left(scripted: grpc.Channel, ledger: ScriptedLedger) -> None:
     parked: dict[int, c.Call] = {}
-    ledger.answer = lambda call: c.Done() if isinstance(call.command, c.Units) else parked.update({call.number: call})
+    ledger.answer = lambda call: c.Done() if isinstance(call.command, c.Units) else parked.update({call.call_id: call})
     control = stub(scripted)
     before = threading.active_count()
     waiting = [control.Seal.future(pb.SealRequest(header=header(n)), timeout=WAIT_S) for n in range(1, 101)]
@@ -115,9 +115,9 @@ def test_parked_commands_hold_no_thread_and_may_be_left(scripted: grpc.Channel, 
     assert threading.active_count() <= before + 1
     waiting[0].cancel()
     ledger.answer = lambda call: c.Done()
-    for number in range(2, 101):
-        again = control.Seal(pb.SealRequest(header=header(number)), timeout=WAIT_S)
-        assert again == waiting[number - 1].result(WAIT_S) == pb.Done()
+    for call_id in range(2, 101):
+        again = control.Seal(pb.SealRequest(header=header(call_id)), timeout=WAIT_S)
+        assert again == waiting[call_id - 1].result(WAIT_S) == pb.Done()
     assert waiting[0].cancelled()
 
 
@@ -274,7 +274,7 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_server_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr("dataplane.controller.grpc_server.message_of", failing)
         with pytest.raises(grpc.RpcError) as told:
-            stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=1)), timeout=WAIT_S)
+            stub.Seal(pb.SealRequest(header=pb.Header(session=1, call_id=1)), timeout=WAIT_S)
     with monkeypatch.context() as patched:
         patched.setattr("dataplane.controller.grpc_server.heartbeat_message", failing)
         with pytest.raises(grpc.RpcError) as beat:
@@ -284,7 +284,7 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_server_goes_on(
         assert "ZeroDivisionError" in error.value.details()
     assert "Failed on a SealRequest" in caplog.text
     assert "Failed on a HeartbeatRequest" in caplog.text
-    stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=2)), timeout=WAIT_S)
+    stub.Seal(pb.SealRequest(header=pb.Header(session=1, call_id=2)), timeout=WAIT_S)
 
 
 def failing(*_: object) -> None:

@@ -404,7 +404,7 @@ def test_a_service_that_moved_is_the_same(folder: Path) -> None:
     for port in (first, first + 2):
         settings = {"units": 0, "port": port, "state_dir": str(folder / "service")}
         with serve(settings) as server, unit_of(server.address, folder) as unit:
-            assert unit.number == 1
+            assert unit.unit_id == 1
 
 
 @pytest.mark.integration

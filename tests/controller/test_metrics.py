@@ -386,18 +386,18 @@ class Told:
         self.now = 100.0
         self.unix_s = 1_700_000_000.25
         self.recorder = Recorder(lambda: self.now, wall=lambda: self.now + self.unix_s)
-        self.number = 0
+        self.call_id = 0
 
     def call(
         self, command: c.Command, result: c.Result | DataPlaneError, *, took: float = 0.5, session: int = 7
     ) -> int:
         """The call comes now, and is answered `took` seconds later."""
-        self.number += 1
+        self.call_id += 1
         began = self.now
         self.now += took
-        call = c.Call(session=session, number=self.number, watermark=self.number, command=command)
-        self.recorder.answered(call, c.Answer(session=session, number=self.number, result=result), began)
-        return self.number
+        call = c.Call(session=session, call_id=self.call_id, watermark=self.call_id, command=command)
+        self.recorder.answered(call, c.Answer(session=session, call_id=self.call_id, result=result), began)
+        return self.call_id
 
     def put(self, count: int, *, allocated: bool = True, **more: Any) -> None:
         rows = np.arange(count)
@@ -441,10 +441,10 @@ def test_a_put_begins_with_asking_for_space(told: Told) -> None:
 
 def test_a_read_ends_with_its_release(told: Told) -> None:
     read = c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",))
-    number = told.call(read, located(1))
+    call_id = told.call(read, located(1))
     assert told.spans() == []
     told.now = 110.0
-    told.call(c.Release(located=number), c.Done(), took=0.0)
+    told.call(c.Release(located=call_id), c.Done(), took=0.0)
     assert told.spans() == [("get", "x", 1, 24, 100.0, 110.0)]
     assert told.recorder.moved["got_bytes"] == 24
 
@@ -517,7 +517,7 @@ def test_one_that_cannot_be_counted_is_logged_and_the_rest_is(told: Told, caplog
     broken: Any = c.Committed(rows=None, generations=None)  # type: ignore[arg-type]
     commit = c.Commit(partition="p", samples=c.Samples(ids=("a",)), mode=c.Mode.UPSERT)
     told.recorder._pending.append(
-        (c.Call(session=1, number=1, watermark=1, command=commit), c.Answer(session=1, number=1, result=broken), 0, 0)
+        (c.Call(session=1, call_id=1, watermark=1, command=commit), c.Answer(session=1, call_id=1, result=broken), 0, 0)
     )
     told.put(1)
     with caplog.at_level(logging.ERROR):

@@ -97,7 +97,7 @@ def test_what_was_recorded_of_a_client_opens_nothing_under_tls(endpoint: str, ki
                 assert heard(f"tcp://{recorder.address}", hello(), own.ticket, own.curve_key)
         (session,) = sessions_opened(client)
         with channel(server.address, secure=kind == "tls") as direct:
-            asked(direct, "Bye", pb.ByeRequest(header=pb.Header(session=session, number=1)))
+            asked(direct, "Bye", pb.ByeRequest(header=pb.Header(session=session, call_id=1)))
         wait_until(lambda: not sessions_opened(client), "the session to have ended")
         with socket.create_connection(split_address(target), timeout=WAIT_S) as peer:
             first = FIRST_BYTES[endpoint]

@@ -79,15 +79,15 @@ def dealer(server: ZmqServer) -> Iterator[Socket]:
     context.term()
 
 
-def seal(number: int) -> list[bytes]:
-    return zmq_frames.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")))
+def seal(call_id: int) -> list[bytes]:
+    return zmq_frames.request(c.Call(session=3, call_id=call_id, watermark=1, command=c.Seal(partition="p")))
 
 
 def test_one_message_is_handled_at_a_time(server: ZmqServer, dealer: Socket) -> None:
     taken = Taken()
     assert not server.serve(taken)
-    for number in (1, 2):
-        dealer.send_multipart(seal(number))
+    for call_id in (1, 2):
+        dealer.send_multipart(seal(call_id))
     for count in (1, 2):
         assert server.socket.poll(WAIT_MS)
         assert server.serve(taken)
@@ -98,8 +98,8 @@ def test_one_message_is_handled_at_a_time(server: ZmqServer, dealer: Socket) -> 
 def test_the_end_of_a_connection_is_told_after_what_came_through_it(server: ZmqServer, dealer: Socket) -> None:
     taken = Taken()
     dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
-    for number in (1, 2):
-        dealer.send_multipart(seal(number))
+    for call_id in (1, 2):
+        dealer.send_multipart(seal(call_id))
     dealer.close(linger=WAIT_MS)
     while not any(isinstance(item, c.SessionSilent) for item in taken.items):
         assert server.monitor.poll(WAIT_MS)
@@ -292,9 +292,9 @@ def link() -> Iterator[Link]:
 
 def as_reply(output: c.Answer, facts: Facts) -> zmq_frames.Reply:
     try:
-        frame = zmq_frames.answer(output.number, body_of(output, facts))
+        frame = zmq_frames.answer(output.call_id, body_of(output, facts))
     except DataPlaneError as error:
-        frame = zmq_frames.refusal(output.number, error)
+        frame = zmq_frames.refusal(output.call_id, error)
     return zmq_frames.Reply.parse([frame])[0]
 
 
@@ -330,10 +330,10 @@ def test_a_history_in_shared_messages_has_the_outcome_of_one_in_single_messages(
         assert sorted(came, key=repr) == sorted(replies, key=repr)
 
 
-def seals(*numbers: int, session: int = 3) -> list[list[bytes]]:
+def seals(*call_ids: int, session: int = 3) -> list[list[bytes]]:
     return [
-        zmq_frames.request(c.Call(session=session, number=number, watermark=1, command=c.Seal(partition="p")))
-        for number in numbers
+        zmq_frames.request(c.Call(session=session, call_id=call_id, watermark=1, command=c.Seal(partition="p")))
+        for call_id in call_ids
     ]
 
 
@@ -341,14 +341,14 @@ def test_a_malformed_request_spoils_no_other_of_its_message(link: Link) -> None:
     ledger = ScriptedLedger()
     shell = LedgerThread(ledger, link.server, link.facts)
     mistaken = c.Seal(partition=5)  # type: ignore[arg-type]
-    call = zmq_frames.request(c.Call(session=3, number=7, watermark=1, command=mistaken))
+    call = zmq_frames.request(c.Call(session=3, call_id=7, watermark=1, command=mistaken))
     (message,) = zmq_frames.joined([*seals(1), call, *seals(2)])
     link.serve(shell, 3, [message])
     (replies,) = link.replies(3, 3)
-    assert [reply.number for reply in replies] == [1, 7, 2]
+    assert [reply.call_id for reply in replies] == [1, 7, 2]
     with pytest.raises(InvalidRequestError, match="Seal: partition=5: expected `str`, got `int`"):
         replies[1].good_body()
-    assert [call.number for call in ledger.of(c.Seal)] == [1, 2]
+    assert [call.call_id for call in ledger.of(c.Seal)] == [1, 2]
 
 
 # --- The controller as a whole: where it listens, what it imports, and that it ends.

@@ -70,15 +70,15 @@ HEADER_BYTES = 8 * HEADER
 
 
 def headers(data: bytes) -> None:
-    """Good commands of the day in any place of any session: signed numbers of 64 bits."""
+    """Good commands of the day in any place of any session: signed integers of 64 bits."""
     feed, ledger = Feed(data), Ledger.restored(_image())
     calls = [item for item in day().log if isinstance(item, c.Call)]
     refused: DataPlaneError | None = None
     while feed:
         command = calls[feed.number(len(calls))].command
         place = np.frombuffer(feed.take(HEADER_BYTES).ljust(HEADER_BYTES, b"\xff"), "<i8").tolist()
-        session, number, watermark = place
-        call = c.Call(session=session, number=number, watermark=watermark, command=command)
+        session, call_id, watermark = place
+        call = c.Call(session=session, call_id=call_id, watermark=watermark, command=command)
         try:
             item = messages.decode_request(messages.encode(call))
         except DataPlaneError as error:
@@ -108,16 +108,16 @@ def _answered(item: c.Input, output: c.Output) -> None:
     if isinstance(output, c.FenceSession | c.GrowArena):
         unit_stream.order_from_pb(unit_stream.order_to_pb(output))
         return
-    number = output.number if isinstance(output, c.Answer) else 0
+    call_id = output.call_id if isinstance(output, c.Answer) else 0
     try:
         body = body_of(output, FACTS)
-        zmq_frames.answer(number, body)
+        zmq_frames.answer(call_id, body)
     except DataPlaneError as error:
-        back = zmq_frames.Reply.parse([zmq_frames.refusal(number, error)])[0].error
+        back = zmq_frames.Reply.parse([zmq_frames.refusal(call_id, error)])[0].error
         if type(back) is not type(error) or str(back) != str(error):
             raise FindingError(f"the client reads {back!r} for {error!r}") from error
         return
-    if isinstance(output, c.Answer) and isinstance(item, c.Call) and output.number == item.number:
+    if isinstance(output, c.Answer) and isinstance(item, c.Call) and output.call_id == item.call_id:
         messages.decode_result(type(item.command), body)
 
 
@@ -141,10 +141,10 @@ def _name(item: c.Input) -> str:
 
 
 def _later(item: c.Input) -> c.Input:
-    """The same request under a number that was not used yet."""
+    """The same request under a call id that was not used yet."""
     if not isinstance(item, c.Call):
         return item
-    return c.Call(session=item.session, number=item.number + 400, watermark=item.watermark, command=item.command)
+    return c.Call(session=item.session, call_id=item.call_id + 400, watermark=item.watermark, command=item.command)
 
 
 def _request(item: c.Input) -> bytes:
@@ -218,7 +218,7 @@ def answer_seeds() -> list[bytes]:
     found: dict[str, bytes] = {}
     for item in day().log:
         if isinstance(item, c.Call):
-            for result in day().answers.get((item.session, item.number), ()):
+            for result in day().answers.get((item.session, item.call_id), ()):
                 if isinstance(result, c.Result):
                     method = type(item.command).__name__
                     found[method] = bytes([RESULTS.index(method)]) + zmq_frames.answer(7, messages.encode(result))

@@ -125,7 +125,7 @@ def session(service: Service) -> Iterator[c.Opened]:
         (reply,) = zmq_frames.Reply.parse(peer.recv_multipart())
         opened: c.Opened = messages.decode_as(zmq_frames.Welcome, reply.good_body()).opened
         yield opened
-        bye = c.Call(session=opened.session, number=1 << 40, watermark=1 << 40, command=c.Bye())
+        bye = c.Call(session=opened.session, call_id=1 << 40, watermark=1 << 40, command=c.Bye())
         peer.send_multipart(zmq_frames.request(bye))
         assert peer.poll(WAIT_MS)
 
@@ -154,12 +154,12 @@ def requests(session: int, count: int, encode: Callable[[c.Input], bytes]) -> It
     """Damaged requests of a session, one in eight of them good, and the names of their commands."""
     log = [item for item in day().log if isinstance(item, c.Call | c.OpenSession)]
     chance = random.Random(7)
-    for number in range(1, count + 1):
+    for call_id in range(1, count + 1):
         item, other = chance.choice(log), chance.choice(log)
         if isinstance(item, c.Call):
-            item = msgspec.structs.replace(item, session=session, number=number, watermark=max(1, number - 100))
+            item = msgspec.structs.replace(item, session=session, call_id=call_id, watermark=max(1, call_id - 100))
         name = type(item.command if isinstance(item, c.Call) else item).__name__
-        yield name, damage(encode(item), encode(other), number if number % 8 else 0)
+        yield name, damage(encode(item), encode(other), call_id if call_id % 8 else 0)
 
 
 def attack_door(service: Service, session: int) -> None:
@@ -188,9 +188,9 @@ def attack_headers(service: Service, session: int) -> None:
         least = -(1 << 63)
         for place in ((session, -1, 1), (-1, 1, 1), (session, 1, -1), (least, least, least), (1 << 62, 1, 1)):
             request = control_pb2.StatsRequest()
-            request.header.session, request.header.number, request.header.watermark = place
+            request.header.session, request.header.call_id, request.header.watermark = place
             body = request.SerializeToString()
-            call = c.Call(session=place[0], number=place[1], watermark=place[2], command=c.Stats())
+            call = c.Call(session=place[0], call_id=place[1], watermark=place[2], command=c.Stats())
             peer.send_multipart(zmq_frames.request(call))
             assert peer.poll(WAIT_MS), place
             (reply,) = zmq_frames.Reply.parse(peer.recv_multipart())

@@ -64,7 +64,7 @@ class BudgetBooks:
         self.kept = {name for name in self.named if in_flight[name]}
         if not isinstance(item, Call):
             return
-        name, asked = (item.session, item.number), item.command
+        name, asked = (item.session, item.call_id), item.command
         if isinstance(asked, Allocate | Commit) and asked.samples is not None and name not in self.targets:
             partition = self.model.partitions.get(asked.partition)
             if partition is not None:
@@ -81,7 +81,7 @@ class BudgetBooks:
 
     def answered(self, answers: Sequence[Answer]) -> None:
         """Puts that were refused are over."""
-        self.kept -= {(a.session, a.number) for a in answers if isinstance(a.result, DataPlaneError)}
+        self.kept -= {(a.session, a.call_id) for a in answers if isinstance(a.result, DataPlaneError)}
 
     def targets_of(self, names: set[Name], partition: tuple[str, int]) -> set[tuple[str, int]]:
         """What these puts name in this incarnation of a partition."""
@@ -202,7 +202,7 @@ class BudgetBooks:
         none among them."""
         updates: dict[str, bool] = {}
         for answer in answers:
-            command = self.model.commands[answer.session, answer.number]
+            command = self.model.commands[answer.session, answer.call_id]
             put = isinstance(command, Allocate) and isinstance(answer.result, Allocated) and not command.moving
             if put and wanted_bytes(command):
                 updates[command.partition] = updates.get(command.partition, False) or command.update
@@ -226,7 +226,7 @@ class BudgetBooks:
         """What counts is what extents hold."""
         extents = ledger._state.extents
         for account in extents.accounts.values():
-            mine = (extents.owners[: extents.high] == account.number) & (extents.states[: extents.high] != FREE)
+            mine = (extents.owners[: extents.high] == account.account_id) & (extents.states[: extents.high] != FREE)
             assert account.used_bytes == int(np.sum(extents.sizes[: extents.high][mine])) <= account.peak_bytes
         for partition in ledger._state.partitions.values():
             assert partition.account.live_bytes <= partition.account.used_bytes

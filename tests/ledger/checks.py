@@ -194,7 +194,7 @@ class Unit:
 
 
 class SpaceChecks(ClaimChecks):
-    """Of the driver: its units by number, and the order of its calls that waited."""
+    """Of the driver: its units by id, and the order of its calls that waited."""
 
     units: dict[int, Unit]
     turns: dict[Name, int]
@@ -211,11 +211,11 @@ class SpaceChecks(ClaimChecks):
     def check_reserve(self, answer: Answer) -> None:
         """New rows leave the reserve of each unit they went to for updates."""
         if isinstance(answer.result, Allocated):
-            for number in {placement.unit for placement in answer.result.placements}:
-                used = sum(size for unit, _, size in self.ledger.held_ranges() if unit == number)
-                capacity = self.units[number].capacity
-                mine = self.model.reserved[answer.session, answer.number]
-                wanted = sum(size for unit, _, size in mine if unit == number)
+            for unit_id in {placement.unit for placement in answer.result.placements}:
+                used = sum(size for unit, _, size in self.ledger.held_ranges() if unit == unit_id)
+                capacity = self.units[unit_id].capacity
+                mine = self.model.reserved[answer.session, answer.call_id]
+                wanted = sum(size for unit, _, size in mine if unit == unit_id)
                 assert not wanted or used <= capacity - int(capacity * RESERVE)
 
     # --- invariants ------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class SpaceChecks(ClaimChecks):
 
     def largest_space(self, *, update: bool) -> int:
         """Bytes that surely can be had in one piece now, once no arena grows any more."""
-        units = [unit for unit in self.ledger._state.units.values() if unit.number not in self.model.draining]
+        units = [unit for unit in self.ledger._state.units.values() if unit.unit_id not in self.model.draining]
         if any(unit.space.backed_bytes < unit.ceiling for unit in units):
             return -1
         return max((min(unit.space.largest_bytes, unit.available_bytes(update=update)) for unit in units), default=-1)

@@ -56,7 +56,7 @@ class Driver:
             assert not overlooked(self.ledger), f"{item} should have ended calls that wait"
         for output in out:
             if isinstance(output, c.Answer):
-                self.answers.setdefault((output.session, output.number), []).append(output.result)
+                self.answers.setdefault((output.session, output.call_id), []).append(output.result)
             else:
                 self.orders.append(output)
         return out
@@ -126,34 +126,34 @@ class Driver:
 
 
 class Client:
-    """A client that answers nothing late: its watermark is its lowest unanswered number."""
+    """A client that answers nothing late: its watermark is its lowest unanswered call id."""
 
     def __init__(self, driver: Driver, session: int) -> None:
         self.driver = driver
         self.session = session
-        self.number = 0
+        self.last_call_id = 0
         self.open: list[int] = []
         self.watermark: int | None = None
 
-    def post(self, command: c.Command, *, number: int | None = None) -> int:
+    def post(self, command: c.Command, *, call_id: int | None = None) -> int:
         """Send without looking at the answer."""
-        if number is None:
-            self.number += 1
-            number = self.number
-            self.open.append(number)
+        if call_id is None:
+            self.last_call_id += 1
+            call_id = self.last_call_id
+            self.open.append(call_id)
         self._settle()
-        watermark = self.watermark or min(self.open, default=number)
+        watermark = self.watermark or min(self.open, default=call_id)
         self.driver.apply(
-            c.Call(session=self.session, number=number, watermark=min(watermark, number), command=command)
+            c.Call(session=self.session, call_id=call_id, watermark=min(watermark, call_id), command=command)
         )
-        return number
+        return call_id
 
     def _settle(self) -> None:
         self.open = [n for n in self.open if (self.session, n) not in self.driver.answers]
 
-    def result(self, number: int) -> c.Result | DataPlaneError | None:
+    def result(self, call_id: int) -> c.Result | DataPlaneError | None:
         """The one answer so far, or None while there is none."""
-        got = self.driver.answers.get((self.session, number), [])
+        got = self.driver.answers.get((self.session, call_id), [])
         assert len(got) <= 1, got
         return got[0] if got else None
 
@@ -183,9 +183,9 @@ class Client:
 
     def waits(self, command: c.Command) -> int:
         """Post a call that parks."""
-        number = self.post(command)
-        assert self.result(number) is None
-        return number
+        call_id = self.post(command)
+        assert self.result(call_id) is None
+        return call_id
 
     # --- common calls
 
@@ -219,12 +219,12 @@ class Client:
             scale = spec.unit_bytes
             sizes = {name: [n * scale for n in column] for name, column in lengths.items()}
             wish = {"update": update, "unit_wish": unit_wish, "samples": samples}
-            number = self.post(self.allocate(sizes, partition, **wish))
-            got = self.result(number)
+            call_id = self.post(self.allocate(sizes, partition, **wish))
+            got = self.result(call_id)
             if isinstance(got, DataPlaneError):
                 raise got
             assert isinstance(got, c.Allocated)
-            reservation = number
+            reservation = call_id
         return self.call(
             c.Committed,
             c.Commit(
@@ -244,9 +244,9 @@ class Client:
     def claimed(self, batch_size: int, fields: Sequence[str] = (), **more: Any) -> tuple[str, ...]:
         return self.call(c.Claimed, self.claim(batch_size, fields, **more)).ids
 
-    def claimed_by(self, number: int) -> tuple[str, ...]:
+    def claimed_by(self, call_id: int) -> tuple[str, ...]:
         """Ids of a parked claim that was answered since."""
-        got = self.result(number)
+        got = self.result(call_id)
         assert isinstance(got, c.Claimed), got
         return got.ids
 
@@ -274,8 +274,8 @@ class Client:
     def stats(self) -> c.StatsReport:
         return self.call(c.StatsReport, c.Stats())
 
-    def unit(self, number: int = 1) -> c.UnitStats:
-        return next(unit for unit in self.stats().units if unit.unit == number)
+    def unit(self, unit_id: int = 1) -> c.UnitStats:
+        return next(unit for unit in self.stats().units if unit.unit == unit_id)
 
     def used(self, unit: int = 1) -> int:
         """Bytes in use of a unit; checks that its sums agree."""

@@ -122,12 +122,12 @@ class LedgerDriver(ReservationChecks):
             given_bytes(command, answer.result)
             for answer in answers
             if isinstance(answer.result, Allocated)
-            and isinstance(command := self.model.commands[answer.session, answer.number], Allocate)
+            and isinstance(command := self.model.commands[answer.session, answer.call_id], Allocate)
         )
         if not isinstance(asked, Allocate):  # those that space is given to are answered in their turn
-            answers.sort(key=lambda answer: (answer.session, answer.number) != first)
+            answers.sort(key=lambda answer: (answer.session, answer.call_id) != first)
         for answer in answers:
-            name = (answer.session, answer.number)
+            name = (answer.session, answer.call_id)
             if name != first or isinstance(self.model.commands[name], Allocate):
                 self.budgets.sync(self.ledger)
             self.take(answer)
@@ -147,13 +147,13 @@ class LedgerDriver(ReservationChecks):
         }
 
     def take(self, answer: Answer) -> None:
-        name = (answer.session, answer.number)
+        name = (answer.session, answer.call_id)
         assert name not in self.answers, f"{name} was answered again, unasked"
         self.answers[name] = canonical(answer.result)
         late = self.parked.pop(name, None)
         command = self.model.commands[name]
         if answer.session in self.clients:
-            self.clients[answer.session].unread.add(answer.number)
+            self.clients[answer.session].unread.add(answer.call_id)
         if isinstance(answer.result, DataPlaneError):
             self.refused(name, command, answer.result, late)
         else:
@@ -282,23 +282,23 @@ class LedgerDriver(ReservationChecks):
         """What a `Done` means."""
         model, session = self.model, name[0]
         match command:
-            case Abort(reservation=number) | Release(located=number) | Unclaim(claimed=number):
-                self.withdrawn.add((session, number))
+            case Abort(reservation=call_id) | Release(located=call_id) | Unclaim(claimed=call_id):
+                self.withdrawn.add((session, call_id))
         match command:
-            case Abort(reservation=number):
-                model.reserved.pop((session, number), None)
-            case Release(located=number):
-                model.pins.pop((session, number), None)
-                self.books.taken.pop((session, number), None)
+            case Abort(reservation=call_id):
+                model.reserved.pop((session, call_id), None)
+            case Release(located=call_id):
+                model.pins.pop((session, call_id), None)
+                self.books.taken.pop((session, call_id), None)
             case Drain(unit=unit, undo=undo):
                 (model.draining.discard if undo else model.draining.add)(unit)
             case Stage():
                 self.books.stage(session, command)
             case Publish():
                 self.books.publish(command)
-            case Unclaim(claimed=number):
-                mine = [held for held in model.claims_of(session) if held.name[1] == number]
-                unconfirmed = not model.has_answer((session, number))
+            case Unclaim(claimed=call_id):
+                mine = [held for held in model.claims_of(session) if held.name[1] == call_id]
+                unconfirmed = not model.has_answer((session, call_id))
                 model.give_back(lambda held: unconfirmed and any(held is one for one in mine))
             case SetVersion():
                 model.partitions[command.partition].version = command.version
@@ -322,12 +322,12 @@ class LedgerDriver(ReservationChecks):
                 partition.complete and all(held is not None and not held.open for held in claims)
             )
 
-    def call(self, client: Client, command: Command, *, number: int | None = None) -> Answer | None:
+    def call(self, client: Client, command: Command, *, call_id: int | None = None) -> Answer | None:
         """One command of the session; None if it parked."""
-        if number is None:
-            number = client.next
+        if call_id is None:
+            call_id = client.next
             client.next += 1
-        name = (client.id, number)
+        name = (client.id, call_id)
         faults = self.books.faults(client.id, command) or self.model.faults(client.id, command)
         if isinstance(command, Drain) and self.takes_the_last_space(command):
             faults.must |= {"DrainError"}
@@ -339,9 +339,9 @@ class LedgerDriver(ReservationChecks):
         self.model.told.update((client.id, other) for other in named)
         client.heard = self.model.now
         pairs = tuple(bound for other in named for bound in (other, other))
-        item = Call(session=client.id, number=number, watermark=client.below, confirmed=pairs, command=command)
+        item = Call(session=client.id, call_id=call_id, watermark=client.below, confirmed=pairs, command=command)
         outputs = self.feed(item, name)
-        answers = [o for o in outputs if isinstance(o, Answer) and (o.session, o.number) == name]
+        answers = [o for o in outputs if isinstance(o, Answer) and (o.session, o.call_id) == name]
         assert len(answers) <= 1
         if not answers:
             assert not faults.must, (command, faults)
@@ -377,7 +377,7 @@ class LedgerDriver(ReservationChecks):
         others = [
             unit
             for unit in self.ledger._state.units.values()
-            if unit.number not in {command.unit, *self.model.draining} and unit.connected
+            if unit.unit_id not in {command.unit, *self.model.draining} and unit.connected
         ]
         return not any(
             unit.ceiling - int(unit.ceiling * unit.reserve_fraction) > unit.space.backed_bytes - unit.space.free_bytes

@@ -132,9 +132,11 @@ class LedgerSessions(LedgerWriter):
     def receive(self, data: st.DataObject) -> None:
         """The client takes note of all its answers: its watermark moves, or it names them while a call waits."""
         client = self.draw_client(data)
-        waiting = [number for session, number in self.parked if session == client.id]
+        waiting = [call_id for session, call_id in self.parked if session == client.id]
         client.below = max(client.below, min(waiting, default=client.next))
-        answered = sorted(number for session, number in self.answers if session == client.id and number > client.below)
+        answered = sorted(
+            call_id for session, call_id in self.answers if session == client.id and call_id > client.below
+        )
         client.has = tuple(data.draw(st.sampled_from([answered, answered[::2]]))) if answered else ()
 
 
@@ -239,14 +241,14 @@ class LedgerEvictor(LedgerSessions):
         update = mode is Mode.UPDATE
         put = {"samples": samples, "update": update, "on_full": on_full}
         self.call(client, Allocate(partition="p", columns=sizes, timeout_s=3.05, **put))
-        number = client.next - 1
-        commit = Commit(partition="p", samples=samples, mode=mode, reservation=number, columns=(column,))
-        self.plans[client.id, number] = commit
-        if (client.id, number) in self.model.reserved:
+        call_id = client.next - 1
+        commit = Commit(partition="p", samples=samples, mode=mode, reservation=call_id, columns=(column,))
+        self.plans[client.id, call_id] = commit
+        if (client.id, call_id) in self.model.reserved:
             if chance.random() < 0.9:
                 self.call(client, commit)
-        elif (client.id, number) in self.parked and chance.random() < 0.5:
-            self.withdraw((client.id, number), Abort(reservation=number))
+        elif (client.id, call_id) in self.parked and chance.random() < 0.5:
+            self.withdraw((client.id, call_id), Abort(reservation=call_id))
 
     def put_space(self, chance: Random) -> None:
         """A row into preallocated space."""
@@ -256,8 +258,8 @@ class LedgerEvictor(LedgerSessions):
             return
         unit = min(client.attached)
         self.call(client, Preallocate(unit=unit, nbytes=300))
-        number = client.next - 1
-        space = self.model.reserved.get((client.id, number))
+        call_id = client.next - 1
+        space = self.model.reserved.get((client.id, call_id))
         if space:
             samples = by_ids(chance.sample(IDS, 1))
             column = self.column_of(chance, samples)
@@ -267,13 +269,13 @@ class LedgerEvictor(LedgerSessions):
                     partition="p",
                     samples=samples,
                     mode=Mode.UPSERT,
-                    reservation=number,
+                    reservation=call_id,
                     offset=space[0][1],
                     columns=(column,),
                 ),
             )
             if client.speaks:
-                self.withdraw((client.id, number), Abort(reservation=number))
+                self.withdraw((client.id, call_id), Abort(reservation=call_id))
 
     # --- what keeps rows, or lets them go
 
@@ -290,7 +292,7 @@ class LedgerEvictor(LedgerSessions):
         )
         self.call(client, claim)
         if chance.random() < 0.6:
-            waiting = [number for session, number in self.parked if session == client.id]
+            waiting = [call_id for session, call_id in self.parked if session == client.id]
             client.below = max(client.below, min(waiting, default=client.next))
 
     def settle(self, chance: Random) -> None:
@@ -337,14 +339,14 @@ class LedgerEvictor(LedgerSessions):
         self.call(client, Register(partition=OTHER, fields=dict(SPECS), num_samples=None, tasks=()))
         sizes = (ColumnSizes(name="a", sizes=int64s([chance.choice([1, 70, 300])])),)
         self.call(client, Allocate(partition=OTHER, columns=sizes, update=update, timeout_s=3.05))
-        number = client.next - 1
+        call_id = client.next - 1
         self.no_put_waits_for_space_that_is_there()
-        for name in sorted(set(self.model.reserved) - {(client.id, number)}):
+        for name in sorted(set(self.model.reserved) - {(client.id, call_id)}):
             if self.clients[name[0]].speaks:
                 self.withdraw(name, Abort(reservation=name[1]))
                 self.no_put_waits_for_space_that_is_there()
-        if (client.id, number) in self.model.reserved:
-            self.withdraw((client.id, number), Abort(reservation=number))
+        if (client.id, call_id) in self.model.reserved:
+            self.withdraw((client.id, call_id), Abort(reservation=call_id))
         if OTHER in self.model.partitions and self.speaking():
             self.call(self.pick(chance), Clear(partition=OTHER, samples=None))
 
@@ -400,13 +402,13 @@ class LedgerMover(LedgerEvictor):
         index = int64s(place % len(lengths) for place in range(len(names)))
         sizes = (ColumnSizes(name="a", sizes=lengths),)
         space = self.call(client, Allocate(partition="p", columns=sizes, on_full=OnFull.REJECT, timeout_s=3.05))
-        number = client.next - 1
+        call_id = client.next - 1
         column = CommitColumn(name="a", spec=BYTES, lengths=lengths, index=index)
         if space is None:
-            self.withdraw((client.id, number), Abort(reservation=number))
+            self.withdraw((client.id, call_id), Abort(reservation=call_id))
         elif isinstance(space.result, Allocated):
             samples = by_ids(names)
-            commit = Commit(partition="p", samples=samples, mode=Mode.UPSERT, reservation=number, columns=(column,))
+            commit = Commit(partition="p", samples=samples, mode=Mode.UPSERT, reservation=call_id, columns=(column,))
             self.call(client, commit)
 
     def empty(self, chance: Random, unit: int) -> None:
@@ -444,17 +446,17 @@ class LedgerMover(LedgerEvictor):
                 partition=found.partition, columns=sizes, update=True, moving=True, on_full=on_full, timeout_s=3.05
             ),
         )
-        number = client.next - 1
+        call_id = client.next - 1
         for _ in range(chance.choice([0, 1, 2])):
             self.disturb_page(chance, found)
         if client.speaks and space is None:
-            self.withdraw((client.id, number), Abort(reservation=number))
+            self.withdraw((client.id, call_id), Abort(reservation=call_id))
         elif client.speaks and space is not None and isinstance(space.result, Allocated):
             if fate == "abort":
-                self.withdraw((client.id, number), Abort(reservation=number))
+                self.withdraw((client.id, call_id), Abort(reservation=call_id))
             else:
                 offsets = found.offsets[:-1] if fate == "wrong" else found.offsets
-                self.finish_move(client, found, unit, located, number, offsets)
+                self.finish_move(client, found, unit, located, call_id, offsets)
         if client.speaks and (fate != "move" or chance.random() < 0.8):
             self.withdraw((client.id, located), Release(located=located))
 
@@ -497,14 +499,14 @@ class LedgerMover(LedgerEvictor):
             partition=found.partition, columns=sizes, update=what == "write", on_full=OnFull.REJECT, timeout_s=3.05
         )
         space = self.call(client, allocate)
-        number = client.next - 1
+        call_id = client.next - 1
         if space is None:
-            self.withdraw((client.id, number), Abort(reservation=number))
+            self.withdraw((client.id, call_id), Abort(reservation=call_id))
         elif isinstance(space.result, Allocated):
             samples = by_handles([handle]) if what == "write" else by_ids([sample.id])
             column = CommitColumn(name=found.field, spec=found.spec, lengths=lengths)
             commit = Commit(
-                partition=found.partition, samples=samples, mode=Mode.UPSERT, reservation=number, columns=(column,)
+                partition=found.partition, samples=samples, mode=Mode.UPSERT, reservation=call_id, columns=(column,)
             )
             self.call(client, commit)
 
@@ -537,7 +539,7 @@ class LedgerSaver(LedgerWriter):
     def save_and_copy(self, data: st.DataObject, meanwhile: str, fate: str) -> None:
         client = self.draw_client(data)
         answer = self.call(client, Save(partitions=data.draw(st.sampled_from([(), ("p",)]))))
-        number = client.next - 1
+        call_id = client.next - 1
         if answer is None or not isinstance(answer.result, Saved):
             return
         if meanwhile == "write" and self.living():
@@ -547,19 +549,19 @@ class LedgerSaver(LedgerWriter):
             self.call(self.draw_client(data), Clear(partition="p", samples=samples))
         (saved,) = answer.result.partitions
         if client.speaks and fate != "keep":
-            self.copy(data, client, number, saved, fate)
+            self.copy(data, client, call_id, saved, fate)
         if client.speaks and fate == "publish":
-            self.withdraw((client.id, number), Release(located=number))
+            self.withdraw((client.id, call_id), Release(located=call_id))
 
-    def copy(self, data: st.DataObject, client: Client, number: int, saved: SavedPartition, fate: str) -> None:
+    def copy(self, data: st.DataObject, client: Client, call_id: int, saved: SavedPartition, fate: str) -> None:
         """Stage what was saved, and publish it, or leave in the middle."""
         self.call(client, Stage(partition=STAGED))
         if not client.speaks:
             return
-        handles = self.copy_samples(client, number, saved)
+        handles = self.copy_samples(client, call_id, saved)
         for known in saved.fields:
             if client.speaks and known.name in SPECS and handles:
-                self.copy_cells(client, number, saved, known.name, handles)
+                self.copy_cells(client, call_id, saved, known.name, handles)
         wrong = {"refused": {"live": saved.live + 1}}.get(fate, {})
         wanted = SavedPartition(**{name: getattr(saved, name) for name in saved.__struct_fields__} | wrong)
         if client.speaks and fate in ("publish", "refused"):
@@ -571,12 +573,12 @@ class LedgerSaver(LedgerWriter):
             self.call(other or self.open_session(client.host), Clear(partition=STAGED, samples=None))
             self.books.staged.pop(STAGED, None)
 
-    def copy_samples(self, client: Client, number: int, saved: SavedPartition) -> list[tuple[int, int]]:
+    def copy_samples(self, client: Client, call_id: int, saved: SavedPartition) -> list[tuple[int, int]]:
         """The saved samples in two pages; their new handles."""
         handles: list[tuple[int, int]] = []
         middle = saved.live // 2
         for first, last in ((0, middle), (middle, saved.live)):
-            read = self.read(client, number, first, last)
+            read = self.read(client, call_id, first, last)
             if read is None or not client.speaks:
                 return []
             commit = Commit(partition=STAGED, samples=by_ids(read.ids), mode=Mode.CREATE, tags=read.tags)
@@ -587,9 +589,9 @@ class LedgerSaver(LedgerWriter):
         return handles
 
     def copy_cells(
-        self, client: Client, number: int, saved: SavedPartition, name: str, handles: list[tuple[int, int]]
+        self, client: Client, call_id: int, saved: SavedPartition, name: str, handles: list[tuple[int, int]]
     ) -> None:
-        read = self.read(client, number, 0, saved.live, name)
+        read = self.read(client, call_id, 0, saved.live, name)
         if read is None or not client.speaks:
             return
         (cells,) = read.fields
@@ -612,8 +614,8 @@ class LedgerSaver(LedgerWriter):
             )
             self.call(client, commit)
 
-    def read(self, client: Client, number: int, first: int, last: int, *fields: str) -> SavedRows | None:
-        command = ReadSaved(saved=number, partition="p", first=first, last=last, fields=fields, names=not fields)
+    def read(self, client: Client, call_id: int, first: int, last: int, *fields: str) -> SavedRows | None:
+        command = ReadSaved(saved=call_id, partition="p", first=first, last=last, fields=fields, names=not fields)
         answer = self.call(client, command)
         return answer.result if answer is not None and isinstance(answer.result, SavedRows) else None
 
@@ -622,8 +624,8 @@ class LedgerSaver(LedgerWriter):
     def read_later(self, data: st.DataObject) -> None:
         """What was saved and not released is as it was."""
         held = sorted(name for name in self.books.taken if self.clients[name[0]].speaks)
-        session, number = data.draw(st.sampled_from(held))
-        taken = self.books.taken[session, number].get("p", [])
+        session, call_id = data.draw(st.sampled_from(held))
+        taken = self.books.taken[session, call_id].get("p", [])
         fields = tuple({name: None for sample in taken for name in sample.cells})
-        command = ReadSaved(saved=number, partition="p", first=0, last=len(taken), fields=fields, names=True)
+        command = ReadSaved(saved=call_id, partition="p", first=0, last=len(taken), fields=fields, names=True)
         self.call(self.clients[session], command)

@@ -10,7 +10,7 @@ Name = tuple[int, int]
 
 
 def overlooked(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
-    """The answers that waiting calls would get now, by session and number; `ledger` stays as it is."""
+    """The answers that waiting calls would get now, by session and call id; `ledger` stays as it is."""
     state = ledger._state
     if not state.parked:
         return {}
@@ -18,10 +18,10 @@ def overlooked(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
     found = _claims(again)
     for partition in again._state.partitions.values():
         partition.outlook = None
-        again._state.extents.loosened.add(partition.account.number)
+        again._state.extents.loosened.add(partition.account.account_id)
     again._state.extents.freed = True
     again._reservations.serve_waiting()
-    found.update({(o.session, o.number): o.result for o in again._state.out if isinstance(o, Answer)})
+    found.update({(o.session, o.call_id): o.result for o in again._state.out if isinstance(o, Answer)})
     return found | _claims(again)
 
 

@@ -300,11 +300,11 @@ def test_unconfirmed_claims_of_a_dead_session_go_back_and_confirmed_ones_stay(dr
     assert other.claimed(1) == ("b",)
     assert other.claimed(1) == ("c",)
     other.post(c.Units())
-    other.watermark = other.number
+    other.watermark = other.last_call_id
     assert not driver.ledger._state.sessions[other.session].unconfirmed
     other.watermark = None
     client.put(["d", "e"])
-    other.watermark = other.number + 1
+    other.watermark = other.last_call_id + 1
     assert other.claimed(2) == ("d", "e")
     driver.apply(c.SessionGone(unit=1, session=other.session))
     assert client.claimed(5, blocking=False) == ("d", "e")
@@ -339,17 +339,17 @@ def test_unclaim_of_parked_answered_and_unseen_claims(driver: Driver, client: Cl
     other.do(c.Unclaim(claimed=parked))
     assert isinstance(other.result(parked), CallCancelledError)
     client.put(["a"])
-    other.watermark = other.number + 1
+    other.watermark = other.last_call_id + 1
     assert other.claimed(1) == ("a",)
-    answered = other.number
+    answered = other.last_call_id
     waiting = client.waits(client.claim(1))
     other.do(c.Unclaim(claimed=answered))
     assert client.claimed_by(waiting) == ("a",)
-    other.number += 1
-    unseen = other.number
+    other.last_call_id += 1
+    unseen = other.last_call_id
     client.put(["b"])
     other.do(c.Unclaim(claimed=unseen))
-    other.post(other.claim(1), number=unseen)
+    other.post(other.claim(1), call_id=unseen)
     assert isinstance(other.result(unseen), CallCancelledError)
     assert client.claimed(1) == ("b",)
 

@@ -95,9 +95,9 @@ BAD: dict[str, tuple[type[DataPlaneError], dict[str, Any]]] = {
 def test_a_fault_changes_nothing_and_frees_the_reservation(driver: Driver, client: Client, case: str) -> None:
     error, changes = BAD[case]
     before = client.used()
-    number = reserve(client)
+    call_id = reserve(client)
     with pytest.raises(error):
-        client.raise_(commit(number, **changes))
+        client.raise_(commit(call_id, **changes))
     assert client.used() == before
     listed = client.call(c.Listed, c.List(partition="p"))
     assert listed.ids == ("old",)
@@ -105,12 +105,12 @@ def test_a_fault_changes_nothing_and_frees_the_reservation(driver: Driver, clien
     assert listed.tags[0].values == (1,)
     assert set(client.call(c.Described, c.Describe(partition="p")).fields) == {"x"}
     with pytest.raises(InvalidRequestError, match="no reservation"):
-        client.raise_(commit(number))
+        client.raise_(commit(call_id))
 
 
-def by_schema(number: int) -> c.Commit:
+def by_schema(call_id: int) -> c.Commit:
     columns = tuple(msgspec.structs.replace(column, by_schema=True) for column in commit_columns({"x": [8]}))
-    return c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=number, columns=columns)
+    return c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=call_id, columns=columns)
 
 
 def opened(client: Client, how: str) -> None:
@@ -123,10 +123,10 @@ def opened(client: Client, how: str) -> None:
 @pytest.mark.parametrize("how", ["last row", "registration"])
 def test_a_kind_taken_from_a_schema_that_no_longer_names_it_is_refused(client: Client, how: str) -> None:
     before = client.used()
-    number = client.post(client.allocate({"x": [8]}))
+    call_id = client.post(client.allocate({"x": [8]}))
     opened(client, how)
     with pytest.raises(StaleSchemaError, match="'x'"):
-        client.raise_(by_schema(number))
+        client.raise_(by_schema(call_id))
     assert client.used() == before - 64
     wanted = (c.ColumnSizes(name="x", sizes=np.array([8]), by_schema=True),)
     with pytest.raises(StaleSchemaError, match="'x'"):
@@ -136,10 +136,10 @@ def test_a_kind_taken_from_a_schema_that_no_longer_names_it_is_refused(client: C
 
 
 def test_a_kind_that_a_later_schema_names_again_is_taken(client: Client) -> None:
-    number = client.post(client.allocate({"x": [8]}))
+    call_id = client.post(client.allocate({"x": [8]}))
     client.clear("old")
     client.register(specs={"x": BYTES})
-    client.call(c.Committed, by_schema(number))
+    client.call(c.Committed, by_schema(call_id))
 
 
 def test_columns_without_a_reservation_are_refused(client: Client) -> None:
@@ -148,9 +148,9 @@ def test_columns_without_a_reservation_are_refused(client: Client) -> None:
 
 
 def test_another_sessions_reservation_is_out_of_reach(driver: Driver, client: Client) -> None:
-    number = reserve(client)
+    call_id = reserve(client)
     with pytest.raises(InvalidRequestError, match="no reservation"):
-        driver.client().raise_(commit(number))
+        driver.client().raise_(commit(call_id))
 
 
 def test_sealed_partitions_take_updates_only(client: Client) -> None:
@@ -165,11 +165,11 @@ def test_sealed_partitions_take_updates_only(client: Client) -> None:
 
 
 def test_a_partition_dropped_under_a_put(client: Client) -> None:
-    number = reserve(client)
+    call_id = reserve(client)
     client.call(c.Cleared, c.Clear(partition="p", samples=None))
     client.register()
     with pytest.raises(PartitionDroppedError):
-        client.raise_(commit(number))
+        client.raise_(commit(call_id))
     assert client.used() == 0
 
 
@@ -275,7 +275,7 @@ def test_an_extent_gives_its_dead_granules_back_when_less_than_half_is_live(writ
     # Left: [500, 600), granules [448, 640).
     assert writer.used() == 192
     assert writer.locate(by_ids("s5")).fields[0].offsets.tolist() == [500]
-    writer.do(c.Release(located=writer.number))
+    writer.do(c.Release(located=writer.last_call_id))
     writer.clear("s5")
     assert writer.used() == 0
     assert writer.driver.ledger.free_ranges(1) == [(0, 1 << 20)]
@@ -284,7 +284,7 @@ def test_an_extent_gives_its_dead_granules_back_when_less_than_half_is_live(writ
 def test_a_pinned_extent_is_trimmed_when_its_reader_has_gone(writer: Client) -> None:
     writer.put(["a", "b", "c"], {"x": [64, 64, 64]})
     writer.locate(by_ids("b"))
-    located = writer.number
+    located = writer.last_call_id
     writer.clear("a", "b")
     assert writer.used() == 192
     writer.do(c.Release(located=located))
@@ -299,7 +299,7 @@ def test_shared_values_live_as_long_as_any_row_points_at_them(writer: Client) ->
     found = writer.locate(by_ids("a", "b", "c", "d")).fields[0]
     assert found.offsets.tolist() == [0, 0, 64, 64]
     assert found.lengths.tolist() == [64, 64, 128, 128]
-    writer.do(c.Release(located=writer.number))
+    writer.do(c.Release(located=writer.last_call_id))
     writer.clear("c")
     assert writer.used() == 192
     writer.clear("d")
@@ -314,7 +314,7 @@ def test_shared_values_live_as_long_as_any_row_points_at_them(writer: Client) ->
 def test_values_nobody_points_at_are_freed_with_their_extent(writer: Client) -> None:
     writer.put(["a"], {"x": [64, 64]}, index=[1])
     assert writer.locate(by_ids("a")).fields[0].offsets.tolist() == [64]
-    writer.do(c.Release(located=writer.number))
+    writer.do(c.Release(located=writer.last_call_id))
     writer.clear("a")
     assert writer.used() == 0
 
@@ -324,7 +324,7 @@ def test_empty_values_take_no_space(writer: Client) -> None:
     assert writer.used() == 64
     found = writer.locate(by_ids("a", "b"), ["x", "y"])
     assert found.fields[0].lengths.tolist() == [0, 0]
-    writer.do(c.Release(located=writer.number))
+    writer.do(c.Release(located=writer.last_call_id))
     writer.clear("a")
     writer.locate(by_ids("b"), ["x"])
     writer.clear("b")
@@ -332,15 +332,15 @@ def test_empty_values_take_no_space(writer: Client) -> None:
 
 
 def test_columns_of_one_put_lie_together_each_on_its_own_granules(writer: Client) -> None:
-    number = writer.post(writer.allocate({"x": [10, 20], "y": [100], "z": [1]}))
-    got = writer.result(number)
+    call_id = writer.post(writer.allocate({"x": [10, 20], "y": [100], "z": [1]}))
+    got = writer.result(call_id)
     assert isinstance(got, c.Allocated)
     assert [(p.column, p.first, p.last, p.offset) for p in got.placements] == [
         (0, 0, 2, 0),
         (1, 0, 1, 64),
         (2, 0, 1, 192),
     ]
-    writer.do(c.Abort(reservation=number))
+    writer.do(c.Abort(reservation=call_id))
     assert writer.used() == 0
 
 
@@ -371,8 +371,8 @@ def test_split_columns_count_every_piece() -> None:
         writer.put([f"s{i}"], {"x": [128]})
     writer.clear("s1", "s3", "s5", "s6")
     spec = FieldSpec(FieldKind.JAGGED, "int64", ())
-    number = writer.post(writer.allocate({"w": [64, 64, 128, 128, 128]}))
-    got = writer.result(number)
+    call_id = writer.post(writer.allocate({"w": [64, 64, 128, 128, 128]}))
+    got = writer.result(call_id)
     assert isinstance(got, c.Allocated)
     assert [(p.first, p.last) for p in got.placements] == [(0, 3), (3, 4), (4, 5)]
     writer.call(
@@ -381,13 +381,13 @@ def test_split_columns_count_every_piece() -> None:
             partition="p",
             samples=by_ids("a", "b", "c", "d", "e"),
             mode=c.Mode.CREATE,
-            reservation=number,
+            reservation=call_id,
             columns=commit_columns({"w": [8, 8, 16, 16, 16]}, spec=spec),
         ),
     )
     found = writer.locate(by_ids("a", "b", "c", "d", "e"), ["w"]).fields[0]
     assert len(set(found.offsets.tolist())) == 5
-    writer.do(c.Release(located=writer.number))
+    writer.do(c.Release(located=writer.last_call_id))
     writer.clear("b", "d")
     # The first piece keeps two of its three values; the one that held only "d" is free.
     assert writer.used() == 512 + 64 * 4 + 128
@@ -400,11 +400,11 @@ def test_freeing_twice_is_a_defect_that_is_noticed() -> None:
     extents: Extents = driver.ledger._state.extents
     offset = extents.all_units[1].space.take(64)
     assert offset is not None
-    numbers = np.array([extents.reserve(1, offset, 64)], np.int32)
-    extents.free(numbers)
-    extents.sizes[numbers] = 64
+    extent_ids = np.array([extents.reserve(1, offset, 64)], np.int32)
+    extents.free(extent_ids)
+    extents.sizes[extent_ids] = 64
     with pytest.raises(AssertionError):
-        extents.free(numbers)
+        extents.free(extent_ids)
 
 
 def test_trimming_keeps_granules_that_two_rows_share() -> None:
@@ -415,12 +415,12 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     rows = np.arange(3)
     offset = extents.all_units[1].space.take(192)
     assert offset == 0
-    number = extents.reserve(1, 0, 192)
+    extent_id = extents.reserve(1, 0, 192)
     lengths = np.array([96, 10, 80])
-    field.write(rows, np.full(3, number, np.int32), np.array([0, 96, 106]), lengths, None)
+    field.write(rows, np.full(3, extent_id, np.int32), np.array([0, 96, 106]), lengths, None)
     account = extents.open_account()
     account.live_bytes = 192
-    extents.make_live(number, 3, Several(field, rows, 186, account))
+    extents.make_live(extent_id, 3, Several(field, rows, 186, account))
     extents.release_cells(*field.erase(np.array([0])), account)
     assert extents.ranges() == [(1, 64, 128)]
     extents.release_cells(*field.erase(np.array([2])), account)
@@ -449,10 +449,10 @@ def put(
     lengths: Sequence[int] | None = None,
 ) -> c.Committed:
     sizes = list(lengths or [8] * (len(ids) if index is None else max(index) + 1))
-    number = client.post(client.allocate({"x": sizes}))
+    call_id = client.post(client.allocate({"x": sizes}))
     (column,) = commit_columns({"x": sizes}, index=index)
     column = c.CommitColumn(name="x", spec=column.spec, lengths=column.lengths, index=column.index, checksums=checksums)
-    commit = c.Commit(partition="p", samples=by_ids(*ids), mode=c.Mode.UPSERT, reservation=number, columns=(column,))
+    commit = c.Commit(partition="p", samples=by_ids(*ids), mode=c.Mode.UPSERT, reservation=call_id, columns=(column,))
     return client.call(c.Committed, commit)
 
 
@@ -517,9 +517,9 @@ def test_who_maps_the_memory_is_not_to_compare() -> None:
     assert located(remote, "b", "a") == [8, 7]
     assert located(local, "b", "a") is None
     driver.add_unit(name="second")
-    number = remote.post(remote.allocate({"x": [8]}, unit_wish=2))
+    call_id = remote.post(remote.allocate({"x": [8]}, unit_wish=2))
     columns = (with_checksums(commit_columns({"x": [8]})[0], sums(9)),)
-    commit = c.Commit(partition="p", samples=by_ids("c"), mode=c.Mode.UPSERT, reservation=number, columns=columns)
+    commit = c.Commit(partition="p", samples=by_ids("c"), mode=c.Mode.UPSERT, reservation=call_id, columns=columns)
     remote.call(c.Committed, commit)
     assert located(local, "c", "a") == [9, 7], "one of the rows is on a unit that it does not map"
 
@@ -573,7 +573,7 @@ def test_they_are_kept_where_the_partition_grows_and_through_images_and_replay()
     made = Ledger.restored(driver.ledger.image())
     assert fingerprint(made) == fingerprint(driver.ledger) == fingerprint(driver.replay())
     locate = c.Locate(partition="p", samples=by_ids("a", "b", *many), fields=("x",))
-    ask = c.Call(session=client.session, number=1000, watermark=1000, command=locate)
+    ask = c.Call(session=client.session, call_id=1000, watermark=1000, command=locate)
     (answer,) = made.apply(ask)
     assert isinstance(answer, c.Answer)
     assert isinstance(answer.result, c.Located)
@@ -589,7 +589,7 @@ def test_an_image_of_a_version_without_them_is_read() -> None:
             vars(old).pop(name, None)
     made = Ledger.restored(driver.ledger.image())
     locate = c.Locate(partition="p", samples=by_ids("a"), fields=("x",))
-    (answer,) = made.apply(c.Call(session=client.session, number=100, watermark=100, command=locate))
+    (answer,) = made.apply(c.Call(session=client.session, call_id=100, watermark=100, command=locate))
     assert isinstance(answer, c.Answer)
     assert isinstance(answer.result, c.Located)
     assert answer.result.fields[0].checksums is None

@@ -29,20 +29,20 @@ def two_units(*, capacity: int = MIB, **settings: object) -> tuple[Driver, Clien
 
 
 def find(client: Client, unit: int = 1, **more: object) -> tuple[int, c.FoundCells]:
-    number = client.post(c.FindCells(unit=unit, **more))
-    found = client.result(number)
+    call_id = client.post(c.FindCells(unit=unit, **more))
+    found = client.result(call_id)
     assert isinstance(found, c.FoundCells), found
-    return number, found
+    return call_id, found
 
 
 def reserve(client: Client, found: c.FoundCells, **more: object) -> int:
     sizes = c.ColumnSizes(name=found.field, sizes=found.lengths * found.spec.unit_bytes)
     settings = {"on_full": c.OnFull.REJECT, **more}
-    number = client.post(c.Allocate(partition=found.partition, columns=(sizes,), update=True, moving=True, **settings))
-    got = client.result(number)
+    call_id = client.post(c.Allocate(partition=found.partition, columns=(sizes,), update=True, moving=True, **settings))
+    got = client.result(call_id)
     if isinstance(got, Exception):
         raise got
-    return number
+    return call_id
 
 
 def switch(found: c.FoundCells, located: int, reservation: int, unit: int = 1, **more: object) -> c.Move:
@@ -69,7 +69,7 @@ def move_page(client: Client, unit: int = 1, **more: object) -> c.Moved:
 def places(client: Client, *ids: str, field: str = "x") -> list[tuple[int, int, int]]:
     located = client.locate(by_ids(*ids), (field,))
     (cells,) = located.fields
-    client.do(c.Release(located=client.number))
+    client.do(c.Release(located=client.last_call_id))
     return list(zip(cells.units.tolist(), cells.offsets.tolist(), cells.lengths.tolist(), strict=True))
 
 
@@ -195,13 +195,13 @@ def test_what_was_written_or_cleared_meanwhile_is_left_alone() -> None:
     client.put(["a", "b", "c", "d"], {"x": [1000] * 4}, unit_wish=1)
     client.do(c.Drain(unit=1))
     located, found = find(client)
-    number = reserve(client, found)
+    call_id = reserve(client, found)
     client.put(["a"], {"x": [1000]})
     written = places(client, "a")
     client.clear("b", "c")
     client.put(["c"], {"x": [1000]})
     born_again = places(client, "c")
-    moved = client.call(c.Moved, switch(found, located, number))
+    moved = client.call(c.Moved, switch(found, located, call_id))
     assert (moved.cells, moved.skipped) == (1, 3)
     assert (places(client, "a"), places(client, "c")) == (written, born_again)
     assert client.used(1) == 0, "nothing lives there, and nobody reads there"
@@ -215,10 +215,10 @@ def test_a_reader_keeps_the_old_bytes_until_it_releases_them() -> None:
     reader.locate(by_ids("a"))
     client.do(c.Drain(unit=1))
     move_page(client)
-    number = client.waits(c.FindCells(unit=1, timeout_s=5.0))
+    call_id = client.waits(c.FindCells(unit=1, timeout_s=5.0))
     assert client.used(1) == 1024
     reader.do(c.Release(located=1))
-    found = client.result(number)
+    found = client.result(call_id)
     assert isinstance(found, c.FoundCells)
     assert (found.cells, found.pinned_bytes) == (0, 0)
     assert client.used(1) == 0
@@ -229,28 +229,28 @@ def test_finding_waits_for_puts_that_have_space_there() -> None:
     other = driver.client("other")
     reserved = other.post(other.allocate({"x": [100]}, unit_wish=1))
     client.do(c.Drain(unit=1))
-    number = client.waits(c.FindCells(unit=1, timeout_s=5.0))
+    call_id = client.waits(c.FindCells(unit=1, timeout_s=5.0))
     column = c.CommitColumn(name="x", spec=BYTES, lengths=np.array([100]))
     other.call(
         c.Committed,
         c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=reserved, columns=(column,)),
     )
-    found = client.result(number)
+    found = client.result(call_id)
     assert isinstance(found, c.FoundCells)
     assert found.rows.tolist() == [0]
-    client.do(c.Release(located=number))
+    client.do(c.Release(located=call_id))
     other.post(other.allocate({"x": [100]}, unit_wish=1))
     move_page(client)
-    assert isinstance(other.result(other.number), c.Allocated), "elsewhere"
+    assert isinstance(other.result(other.last_call_id), c.Allocated), "elsewhere"
 
 
 def test_finding_ends_at_its_deadline_and_says_who_is_there() -> None:
     driver, client = two_units()
     other = driver.client("slow writer")
     other.post(other.allocate({"x": [100]}, unit_wish=1))
-    number = client.waits(c.FindCells(unit=1, timeout_s=5.0))
+    call_id = client.waits(c.FindCells(unit=1, timeout_s=5.0))
     driver.tick(5.5)
-    found = client.result(number)
+    found = client.result(call_id)
     assert isinstance(found, c.FoundCells)
     assert (found.reserved, found.reserved_bytes, found.cells) == (1, 128, 0)
     assert "slow writer" in found.holders[0]
@@ -354,9 +354,9 @@ def test_a_move_that_makes_no_sense_changes_nothing_and_frees_its_space() -> Non
     put = client.post(client.allocate({"x": [100, 200]}))
     with pytest.raises(InvalidRequestError, match="for a move"):
         client.raise_(switch(found, located, put))
-    number = reserve(client, found)
+    call_id = reserve(client, found)
     with pytest.raises(InvalidRequestError, match="made for a move"):
-        client.raise_(c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=number))
+        client.raise_(c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=call_id))
     with pytest.raises(InvalidRequestError, match="requires update=True and one column"):
         client.raise_(client.allocate({"x": [1], "y": [1]}, update=True, moving=True))
     assert places(client, "a", "b") == before
@@ -366,12 +366,12 @@ def test_a_partition_that_was_dropped_has_nothing_moved() -> None:
     _, client = two_units()
     client.put(["a"], {"x": [100]}, unit_wish=1)
     located, found = find(client)
-    number = reserve(client, found)
+    call_id = reserve(client, found)
     client.call(c.Cleared, c.Clear(partition="p", samples=None))
     client.register()
     client.put(["a"], {"x": [100]}, unit_wish=2)
     with pytest.raises(PartitionDroppedError):
-        client.raise_(switch(found, located, number))
+        client.raise_(switch(found, located, call_id))
     assert client.unit(2).reserved_bytes == 0
 
 
@@ -380,9 +380,9 @@ def test_the_unit_that_cells_were_moved_to_is_gone() -> None:
     client.put(["a"], {"x": [100]}, unit_wish=1)
     client.do(c.Drain(unit=1))
     located, found = find(client)
-    number = reserve(client, found)
+    call_id = reserve(client, found)
     driver.apply(c.UnitLost(unit=2))
-    got = client.raw(switch(found, located, number))
+    got = client.raw(switch(found, located, call_id))
     assert type(got).__name__ == "StorageUnitError"
     assert places(client, "a")[0][0] == 1
 
@@ -446,16 +446,16 @@ def test_who_waits_for_a_unit_is_not_looked_after_when_something_happens_elsewhe
     monkeypatch.setattr(
         Drains,
         "_live_extents_on",
-        lambda drains, unit, honest=Drains._live_extents_on: looks.append(unit.number) or honest(drains, unit),
+        lambda drains, unit, honest=Drains._live_extents_on: looks.append(unit.unit_id) or honest(drains, unit),
     )
-    number = client.waits(c.FindCells(unit=1, timeout_s=5.0))
+    call_id = client.waits(c.FindCells(unit=1, timeout_s=5.0))
     for name in ("a", "b", "a"):
         client.put([name], {"x": [100]}, unit_wish=2)
         client.locate(by_ids(name))
-        client.do(c.Release(located=client.number))
+        client.do(c.Release(located=client.last_call_id))
     client.clear("a", "b")
     assert looks == []
-    assert client.result(number) is None
+    assert client.result(call_id) is None
     client.do(c.Abort(reservation=reserved))
     assert looks == [1]
-    assert isinstance(client.result(number), c.FoundCells)
+    assert isinstance(client.result(call_id), c.FoundCells)

@@ -458,7 +458,7 @@ def test_reservations_and_cleared_rows_that_are_read_count() -> None:
     client.put(["a"], {"x": [4 * KIB]})
     reserved = client.post(client.allocate({"x": [2 * KIB]}))
     client.locate(by_ids("a"))
-    located = client.number
+    located = client.last_call_id
     client.clear("a")
     stats = figures(client)
     assert (stats.live_bytes, stats.used_bytes, stats.budget_bytes) == (0, 6 * KIB, 8 * KIB)
@@ -573,7 +573,7 @@ def test_what_a_dropped_partition_leaves_behind_is_not_the_next_ones() -> None:
     driver, client = budgeted()
     committed = client.put(["a"], {"x": [8 * KIB]})
     client.locate(handles(committed))
-    located = client.number
+    located = client.last_call_id
     reserved = client.waits(client.allocate({"x": [KIB]}))
     client.call(c.Cleared, c.Clear(partition="p", samples=None))
     client.register(budget_bytes=8 * KIB)

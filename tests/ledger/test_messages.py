@@ -15,7 +15,7 @@ from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands import inputs
-from dataplane.ledger.encoding.messages import decode, decode_as, decode_request, encode, number_of
+from dataplane.ledger.encoding.messages import call_id_of, decode, decode_as, decode_request, encode
 from tests.ledger.driver import Driver
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.test_replay import a_busy_day
@@ -41,12 +41,12 @@ def test_reports(kind: type[c.Input], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", c.Answered.__subclasses__(), ids=lambda kind: str(kind.__name__))
 @budget(30)
-@given(data=st.data(), session=INT64, number=INT64, watermark=INT64, confirmed=st.lists(INT64, max_size=3).map(tuple))
+@given(data=st.data(), session=INT64, call_id=INT64, watermark=INT64, confirmed=st.lists(INT64, max_size=3).map(tuple))
 def test_calls(
-    kind: type[c.Command], data: st.DataObject, session: int, number: int, watermark: int, confirmed: tuple[int, ...]
+    kind: type[c.Command], data: st.DataObject, session: int, call_id: int, watermark: int, confirmed: tuple[int, ...]
 ) -> None:
     command = data.draw(of_type(kind))
-    call = c.Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=command)
+    call = c.Call(session=session, call_id=call_id, watermark=watermark, confirmed=confirmed, command=command)
     assert plain(decode(encode(call))) == plain(call)
 
 
@@ -63,7 +63,7 @@ def test_garbage_is_no_input(garbage: bytes) -> None:
     for read in (decode, decode_request):
         with pytest.raises(InvalidRequestError, match=r"malformed request: .*install that of the service"):
             read(garbage)
-    assert number_of(garbage) == 0
+    assert call_id_of(garbage) == 0
 
 
 @pytest.mark.parametrize("before", [b"", encode(c.Heartbeat(session=1))[:-1], b"\x96\xa4Call\x01\x05\x01"])
@@ -71,7 +71,7 @@ def test_values_that_are_nested_too_deeply_are_rejected(before: bytes) -> None:
     deep = before + b"\x91" * 200_000
     with pytest.raises(InvalidRequestError, match="malformed request"):
         decode_request(deep)
-    assert number_of(deep) == 0
+    assert call_id_of(deep) == 0
     with pytest.raises(InternalError, match="malformed reply"):
         decode_as(c.Committed, deep)
 
@@ -87,7 +87,7 @@ ODD = np.zeros(7, np.uint8)
 
 
 def call(command: Any, **numbers: Any) -> c.Call:
-    return c.Call(**{"session": 1, "number": 5, "watermark": 1, "command": command} | numbers)
+    return c.Call(**{"session": 1, "call_id": 5, "watermark": 1, "command": command} | numbers)
 
 
 MALFORMED: dict[str, tuple[Any, str]] = {
@@ -126,7 +126,7 @@ def test_malformed_calls_are_rejected_under_their_number(case: tuple[Any, str]) 
     message = encode(call(command))
     with pytest.raises(InvalidRequestError, match=why):
         decode_request(message)
-    assert number_of(message) == 5
+    assert call_id_of(message) == 5
 
 
 def test_malformed_parts_are_rejected() -> None:
@@ -159,7 +159,7 @@ def test_malformed_parts_are_rejected() -> None:
             decode_request(msgspec.msgpack.encode(["Call", 1, 5, 1, value, []]))
 
 
-@pytest.mark.parametrize("numbers", [{"session": -1}, {"number": -1}, {"watermark": -1}, {"confirmed": (-1, 2)}])
+@pytest.mark.parametrize("numbers", [{"session": -1}, {"call_id": -1}, {"watermark": -1}, {"confirmed": (-1, 2)}])
 def test_numbers_of_calls_are_not_negative(numbers: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="Expected `int` >= 0"):
         decode_request(encode(call(c.Units(), **numbers)))
@@ -220,7 +220,7 @@ def test_arrays_need_not_be_contiguous_and_come_back_read_only() -> None:
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))
 def test_damaged_records_are_an_error_or_another_input(place: int, damage: bytes) -> None:
     samples = c.Samples(rows=np.arange(5), generations=np.arange(5))
-    call = c.Call(session=3, number=7, watermark=2, command=c.Clear(partition="p", samples=samples))
+    call = c.Call(session=3, call_id=7, watermark=2, command=c.Clear(partition="p", samples=samples))
     record = bytearray(encode(call))
     at = place % len(record)
     record[at : at + len(damage)] = damage

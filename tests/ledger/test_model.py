@@ -300,13 +300,13 @@ class LedgerMachine(LedgerSaver, LedgerMover):
         cleared by now, some be another claim's, or said to be."""
         claim = Claim(partition="p", task=task, fields=(), batch_size=2, blocking=False, lease_s=4.0)
         self.call(self.draw_client(data), claim)
-        past = [(handle, number) for name, handle, number in self.model.past if name == task]
+        past = [(handle, call_id) for name, handle, call_id in self.model.past if name == task]
         if not past or not self.speaking():
             return
         chosen = data.draw(st.lists(st.sampled_from(past), min_size=1, max_size=3, unique_by=lambda kept: kept[0]))
         if clear:
             self.call(self.draw_client(data), Clear(partition="p", samples=by_handles([chosen[0][0]])))
-        claims = int64s([number if mine else number + 1_000_000 for _, number in chosen])
+        claims = int64s([call_id if mine else call_id + 1_000_000 for _, call_id in chosen])
         more = {"lease_s": 9.0} if what is Extend else {}
         if self.speaking():
             samples = by_handles([handle for handle, _ in chosen])
@@ -319,7 +319,7 @@ class LedgerMachine(LedgerSaver, LedgerMover):
         name, task, sample = data.draw(st.sampled_from(self.consumed()))
         self.call(self.clients[name[0]], Nack(partition="p", task=task, samples=by_ids([sample.id])))
 
-    # --- rules: numbers --------------------------------------------------------------------------------------
+    # --- rules: call ids ------------------------------------------------------------------------------------
 
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.parked))
     @rule(data=st.data())
@@ -347,33 +347,33 @@ class LedgerMachine(LedgerSaver, LedgerMover):
     def withdraw_preallocated(self, data: st.DataObject, kind: str) -> None:
         """The withdrawal overtakes its call: the call never takes effect."""
         client = self.draw_client(data)
-        number = client.next
+        call_id = client.next
         client.next += 1
         sizes = (ColumnSizes(name="a", sizes=int64s([64])),)
         calls: dict[str, tuple[Command, Command]] = {
-            "allocate": (Allocate(partition="p", columns=sizes), Abort(reservation=number)),
-            "locate": (Locate(partition="p", samples=by_ids(["s0"]), fields=("a",)), Release(located=number)),
-            "claim": (Claim(partition="p", task="score", fields=(), batch_size=1), Unclaim(claimed=number)),
+            "allocate": (Allocate(partition="p", columns=sizes), Abort(reservation=call_id)),
+            "locate": (Locate(partition="p", samples=by_ids(["s0"]), fields=("a",)), Release(located=call_id)),
+            "claim": (Claim(partition="p", task="score", fields=(), batch_size=1), Unclaim(claimed=call_id)),
         }
-        self.withdraw((client.id, number), calls[kind][1])
+        self.withdraw((client.id, call_id), calls[kind][1])
         if not client.over:
-            answer = self.call(client, calls[kind][0], number=number)
+            answer = self.call(client, calls[kind][0], call_id=call_id)
             assert answer is not None
 
     @precondition(LedgerWriter.speaking)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """A number again: the same answer, or if the watermark has passed it a refusal; nothing changes."""
+        """A call id again: the same answer, or if the watermark has passed it a refusal; nothing changes."""
         client = self.draw_client(data)
         client.heard = self.model.now
-        used = [number for session, number in self.model.commands if session == client.id]
+        used = [call_id for session, call_id in self.model.commands if session == client.id]
         if not used:
             return
-        number = data.draw(st.sampled_from(sorted(used)[-12:]))
-        name = (client.id, number)
+        call_id = data.draw(st.sampled_from(sorted(used)[-12:]))
+        name = (client.id, call_id)
         self.feed(Heartbeat(session=client.id))
         before = fingerprint(self.ledger)
-        call = Call(session=client.id, number=number, watermark=1, command=self.model.commands[name])
+        call = Call(session=client.id, call_id=call_id, watermark=1, command=self.model.commands[name])
         self.log.append(call)
         outputs = self.ledger.apply(call)
         self.outputs += outputs

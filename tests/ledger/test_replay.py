@@ -50,7 +50,7 @@ def a_busy_day(driver: Driver, seed: int, steps: int) -> None:
             case 6:
                 client.post(c.Locate(partition="p", samples=by_ids(*ids), fields=("x",)))
                 if chance.random() < 0.7:
-                    client.do(c.Release(located=client.number))
+                    client.do(c.Release(located=client.last_call_id))
             case 7:
                 driver.tick(driver.now + chance.random())
                 if step > steps // 2 and chance.random() < 0.1 and len(clients) > 2:
@@ -100,7 +100,7 @@ def test_answers_do_not_share_memory_with_the_ledger() -> None:
     for result in got[1:]:
         result.rows[:] = 77
         result.generations[:] = 77
-    client.watermark = client.number + 1
+    client.watermark = client.last_call_id + 1
     client.post(c.Units())
     found = client.call(c.Listed, c.List(partition="p"))
     assert found.ids == ("a", "b")

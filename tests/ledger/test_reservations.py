@@ -338,10 +338,10 @@ def client(driver: Driver) -> Client:
 
 def allocate(client: Client, nbytes: int = SPACE) -> tuple[int, int]:
     """Number of the reservation, and where it begins."""
-    number = client.post(c.Preallocate(unit=1, nbytes=nbytes))
-    got = client.result(number)
+    call_id = client.post(c.Preallocate(unit=1, nbytes=nbytes))
+    got = client.result(call_id)
     assert isinstance(got, c.Preallocated), got
-    return number, got.offset
+    return call_id, got.offset
 
 
 def commit(reservation: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: Any) -> c.Commit:
@@ -358,7 +358,7 @@ def commit(reservation: int, offset: int | None, sample: str, x: int = 10, y: in
 
 def places(client: Client, sample: str, field: str = "x") -> tuple[int, int]:
     located = client.locate(by_ids(sample), [field]).fields[0]
-    client.do(c.Release(located=client.number))
+    client.do(c.Release(located=client.last_call_id))
     return int(located.offsets[0]), int(located.lengths[0])
 
 
@@ -463,9 +463,9 @@ def test_a_fault_leaves_the_part_reserved(driver: Driver, client: Client) -> Non
 
 
 def test_space_of_one_put_takes_no_offset(client: Client) -> None:
-    number = client.post(client.allocate({"x": [10]}))
+    call_id = client.post(client.allocate({"x": [10]}))
     with pytest.raises(InvalidRequestError, match="offset"):
-        client.raise_(commit(number, 0, "a"))
+        client.raise_(commit(call_id, 0, "a"))
 
 
 def test_shared_values_and_rows_of_no_bytes(client: Client) -> None:
@@ -692,7 +692,7 @@ def test_a_lease_that_is_given_back() -> None:
 def test_a_reader_that_is_done() -> None:
     _, client, other = full(c.WhenFull.EVICT_OLDEST)
     client.locate(by_ids(*[f"s{i}" for i in range(8)]))
-    located = client.number
+    located = client.last_call_id
     waiting = other.waits(other.allocate({"x": [KIB]}))
     client.put(["elsewhere"], tags={"score": [1]})
     assert other.result(waiting) is None

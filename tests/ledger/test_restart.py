@@ -60,13 +60,13 @@ def test_a_parked_claim_goes_on_and_its_repetition_joins_it() -> None:
     client.register()
     driver.tick(1.0)
     claim = client.claim(1, ["x"], timeout_s=10.0)
-    number = client.waits(claim)
+    call_id = client.waits(claim)
     restarted(driver)
     driver.add_unit(name="unit0")
-    client.post(claim, number=number)
-    assert client.result(number) is None
+    client.post(claim, call_id=call_id)
+    assert client.result(call_id) is None
     client.put(["a"], {"x": [1]})
-    claimed = client.result(number)
+    claimed = client.result(call_id)
     assert isinstance(claimed, c.Claimed)
     assert claimed.ids == ("a",)
 
@@ -194,7 +194,7 @@ def refused(ledger: Ledger, item: c.OpenSession) -> DataPlaneError:
     return answer.error
 
 
-def test_a_session_goes_on_in_a_later_run_under_its_number() -> None:
+def test_a_session_goes_on_in_a_later_run_under_its_id() -> None:
     ledger = Ledger(EPOCH)
     first = opened(ledger, opening())
     ledger = again(ledger, LATER)
@@ -241,17 +241,17 @@ def test_going_on_is_refused_to_another_protocol_version() -> None:
     assert isinstance(error, ProtocolVersionError)
 
 
-def test_session_numbers_are_never_those_of_an_earlier_state() -> None:
+def test_session_ids_are_never_those_of_an_earlier_state() -> None:
     """So that a call of a lost session is not executed as another's."""
     early, late = Ledger(EPOCH), Ledger(LATER)
-    numbers = [opened(early, opening(f"{i}")).session for i in range(1000)]
-    assert max(numbers) < opened(late, opening()).session
-    (answer,) = late.apply(c.Call(session=numbers[0], number=1, watermark=1, command=c.Units()))
+    call_ids = [opened(early, opening(f"{i}")).session for i in range(1000)]
+    assert max(call_ids) < opened(late, opening()).session
+    (answer,) = late.apply(c.Call(session=call_ids[0], call_id=1, watermark=1, command=c.Units()))
     assert isinstance(answer, c.Answer)
     assert isinstance(answer.result, SessionExpiredError)
 
 
-def test_session_numbers_whose_opening_the_log_lost_are_not_given_again() -> None:
+def test_session_ids_whose_opening_the_log_lost_are_not_given_again() -> None:
     ledger = Ledger(EPOCH)
     image = ledger.image()
     lost = opened(ledger, opening()).session
@@ -352,7 +352,7 @@ def test_a_new_epoch_frees_nothing_that_a_living_session_holds(driver: Driver) -
         client.put([f"{client.session}"], {"x": [64]})
         client.raw(client.allocate({"x": [64]}, unit_wish=1))
         client.locate(by_ids(f"{client.session}"))
-    held = {client: client.number for client in (remote, local)}
+    held = {client: client.last_call_id for client in (remote, local)}
     assert remote.used(1) + remote.used(2) == 4 * 64
     driver.add_unit(name="unit0", capacity=MIB, epoch=2)
     driver.add_unit(name="unit1", capacity=MIB, epoch=2)
@@ -371,19 +371,19 @@ def test_a_unit_with_live_rows_is_dropped_under_force_only(driver: Driver) -> No
     client = driver.client("holder", attach=[1, 2])
     client.register()
     for i, unit in enumerate((1, 2)):
-        number = client.post(client.allocate({"x": [64]}, unit_wish=unit))
+        call_id = client.post(client.allocate({"x": [64]}, unit_wish=unit))
         client.call(
             c.Committed,
             c.Commit(
                 partition="p",
                 samples=by_ids(f"s{i}"),
                 mode=c.Mode.CREATE,
-                reservation=number,
+                reservation=call_id,
                 columns=commit_columns({"x": [64]}),
             ),
         )
     client.locate(by_ids("s0", "s1"))
-    located = client.number
+    located = client.last_call_id
     doomed = client.post(client.allocate({"x": [64]}, unit_wish=1))
     (refused,) = driver.apply(c.DropUnit(unit=1))
     assert isinstance(refused, c.UnitDropped)
@@ -499,7 +499,7 @@ class Beating:
 
     def call(self, driver: Driver, command: c.Command) -> None:
         self.called += 1
-        driver.apply(c.Call(session=self.session, number=self.called, watermark=self.called, command=command))
+        driver.apply(c.Call(session=self.session, call_id=self.called, watermark=self.called, command=command))
         self.ends_by = max(self.ends_by, driver.now + TIMEOUT_S + TICK_S)
 
 
@@ -525,7 +525,7 @@ class Clients:
                 client.wake(self.driver)
 
     def live(self) -> dict[int, c.SessionStats]:
-        """The sessions that have not ended, by number."""
+        """The sessions that have not ended, by id."""
         asking = self.driver.client("asks")
         found = asking.stats().sessions
         asking.do(c.Bye())

@@ -220,10 +220,10 @@ def varied(driver: Driver) -> Client:
 
 
 def located(varied: Client, *ids: str) -> dict[str, list[int]]:
-    number = varied.post(c.Locate(partition="p", samples=by_ids(*ids), fields=("x",), missing_ok=True))
-    found = varied.result(number)
+    call_id = varied.post(c.Locate(partition="p", samples=by_ids(*ids), fields=("x",), missing_ok=True))
+    found = varied.result(call_id)
     assert isinstance(found, c.Located)
-    varied.do(c.Release(located=number))
+    varied.do(c.Release(located=call_id))
     return {each.name: each.lengths.tolist() for each in found.fields}
 
 
@@ -387,16 +387,16 @@ def test_generations_that_were_never_lost_are_not_among_them() -> None:
 
 def find(client: Client, *ids: str, fields: tuple[str, ...] = ("x",)) -> tuple[int, c.Located]:
     found = client.call(c.Located, c.Locate(partition="p", samples=by_ids(*ids), fields=fields, missing_ok=True))
-    return client.number, found
+    return client.last_call_id, found
 
 
 def put_upon(client: Client, upon: tuple[int, c.Located], ids: tuple[str, ...], lengths: list[int]) -> c.Committed:
-    number = client.post(client.allocate({"x": lengths}))
+    call_id = client.post(client.allocate({"x": lengths}))
     commit = c.Commit(
         partition="p",
         samples=by_ids(*ids),
         mode=c.Mode.UPSERT,
-        reservation=number,
+        reservation=call_id,
         columns=commit_columns({"x": lengths}),
         located=upon[0],
         expected=upon[1].fields,
@@ -464,14 +464,14 @@ def test_any_change_is_seen_and_changes_nothing(client: Client, change: str) -> 
 
 def test_expectations_must_fit_the_samples(client: Client) -> None:
     client.put(["a"], {"x": [70]})
-    number, found = find(client, "a")
+    call_id, found = find(client, "a")
     all_wrong = "field 'x': 1 units, 1 offsets, 1 lengths for 2 samples"
     with pytest.raises(InvalidRequestError, match=all_wrong):
-        put_upon(client, (number, found), ("a", "b"), [80, 5])
+        put_upon(client, (call_id, found), ("a", "b"), [80, 5])
     cells = msgspec.structs.replace(found.fields[0], offsets=np.zeros(3, np.int64))
     found = msgspec.structs.replace(found, fields=(cells,))
     with pytest.raises(InvalidRequestError, match="field 'x': 3 offsets for 1 samples"):
-        put_upon(client, (number, found), ("a",), [80])
+        put_upon(client, (call_id, found), ("a",), [80])
 
 
 def test_other_faults_come_as_ever(client: Client) -> None:

@@ -30,11 +30,11 @@ def bits(*flags: int) -> bytes:
 
 def save(client: Client, *partitions: str) -> tuple[int, c.Saved]:
     saved = client.call(c.Saved, c.Save(partitions=partitions))
-    return client.number, saved
+    return client.last_call_id, saved
 
 
-def page(client: Client, number: int, first: int, last: int, *fields: str, names: bool = False) -> c.SavedRows:
-    command = c.ReadSaved(saved=number, partition="p", first=first, last=last, fields=fields, names=names)
+def page(client: Client, call_id: int, first: int, last: int, *fields: str, names: bool = False) -> c.SavedRows:
+    command = c.ReadSaved(saved=call_id, partition="p", first=first, last=last, fields=fields, names=names)
     return client.call(c.SavedRows, command)
 
 
@@ -50,33 +50,33 @@ def test_what_was_saved_stays_whatever_happens_and_no_byte_of_it_is_reused() -> 
     client.put(["a", "b"], {"x": [100, 200]}, tags={"kind": ["a", "b"], "n": [1, (1 << 63) - 1]})
     client.put(["c"], tags={"n": [2.5]})
     used = client.used()
-    number, saved = save(client)
+    call_id, saved = save(client)
     (found,) = saved.partitions
     assert (found.partition, found.live, found.born, found.num_samples, found.group_size) == ("p", 3, 3, 3, 2)
     assert (found.enums, found.strict, found.sealed, found.version) == ({"kind": ("a", "b")}, False, False, None)
     assert [(field.name, field.declared) for field in found.fields] == [("x", BYTES)]
-    before = canonical(page(client, number, 0, 3, "x", names=True))
+    before = canonical(page(client, call_id, 0, 3, "x", names=True))
     other.put(["a", "c"], {"x": [70, 70]}, tags={"n": [9, 9]})
     other.clear("b")
     other.call(c.Cleared, c.Clear(partition="p", samples=None))
-    assert canonical(page(client, number, 0, 3, "x", names=True)) == before
-    rows = page(client, number, 1, 3, "x", names=True)
+    assert canonical(page(client, call_id, 0, 3, "x", names=True)) == before
+    rows = page(client, call_id, 1, 3, "x", names=True)
     assert rows.ids == ("b", "c")
     assert rows.fields[0].lengths.tolist() == [200, -1]
     assert {tag.name: tag.values for tag in rows.tags} == {"kind": ("b",), "n": ((1 << 63) - 1, 2.5)}
     assert client.used() == used
-    client.do(c.Release(located=number))
+    client.do(c.Release(located=call_id))
     assert client.used() == 0
     with pytest.raises(InvalidRequestError, match="holds no saved partitions"):
-        page(client, number, 0, 1)
+        page(client, call_id, 0, 1)
 
 
 def test_what_is_shared_lies_at_one_place() -> None:
     client = Driver().client()
     client.register()
     client.put(["a", "b", "c"], {"x": [64, 10]}, index=[1, 0, 1])
-    number, _ = save(client)
-    cells = page(client, number, 0, 3, "x").fields[0]
+    call_id, _ = save(client)
+    cells = page(client, call_id, 0, 3, "x").fields[0]
     assert cells.offsets[0] == cells.offsets[2] != cells.offsets[1]
     assert cells.lengths.tolist() == [10, 64, 10]
 
@@ -93,7 +93,7 @@ def test_only_what_is_claimed_for_good_is_saved_as_claimed() -> None:
     share = {"dp_world": 2, "step": 0, "sampler": "sequential"}
     assert other.claimed(2, dp_rank=0, **share) == ("e",)
     other.call(c.UnitList, c.Units())
-    other.watermark = other.number
+    other.watermark = other.last_call_id
     assert other.claimed(1) == ("g",)  # never confirmed
     _, saved = save(client)
     assert claimed(saved, "train") == bits(1, 1, 0, 1, 1, 0, 0, 0, 0)
@@ -114,18 +114,18 @@ def test_a_save_is_all_or_nothing_and_reads_are_checked() -> None:
     with pytest.raises(InvalidRequestError, match="twice"):
         client.raise_(c.Save(partitions=("p", "p")))
     assert client.unit().pinned_bytes == 0
-    number, saved = save(client, "q", "p")
+    call_id, saved = save(client, "q", "p")
     assert [found.partition for found in saved.partitions] == ["q", "p"]
     assert client.unit().pinned_bytes == 128
     for first, last in ((-1, 1), (0, 2), (1, 0)):
         with pytest.raises(InvalidRequestError, match="saved"):
-            page(client, number, first, last)
+            page(client, call_id, first, last)
     with pytest.raises(FieldNotFoundError):
-        page(client, number, 0, 1, "y")
+        page(client, call_id, 0, 1, "y")
     with pytest.raises(PartitionNotFoundError):
-        client.raise_(c.ReadSaved(saved=number, partition="r", first=0, last=0))
+        client.raise_(c.ReadSaved(saved=call_id, partition="r", first=0, last=0))
     with pytest.raises(InvalidRequestError, match="no saved partitions"):
-        client.driver.client().raise_(c.ReadSaved(saved=number, partition="p", first=0, last=0))
+        client.driver.client().raise_(c.ReadSaved(saved=call_id, partition="p", first=0, last=0))
 
 
 def test_a_session_holds_few_saves_at_once() -> None:
@@ -143,11 +143,11 @@ def test_a_release_that_overtakes_its_save_keeps_it_from_happening() -> None:
     client = Driver().client()
     client.register()
     client.put(["a"], {"x": [100]})
-    client.number += 1
-    late = client.number
+    client.last_call_id += 1
+    late = client.last_call_id
     client.open.append(late)
     client.do(c.Release(located=late))
-    client.post(c.Save(), number=late)
+    client.post(c.Save(), call_id=late)
     assert client.unit().pinned_bytes == 0
 
 
@@ -322,14 +322,16 @@ def test_saves_and_staged_partitions_are_in_the_image() -> None:
     client = driver.client()
     client.register()
     client.put(["a", "b"], {"x": [10, 200]}, tags={"t": ["x", None]})
-    number, _ = save(client)
+    call_id, _ = save(client)
     staged(client)
     made = Ledger.restored(driver.ledger.image())
     assert fingerprint(made) == fingerprint(driver.ledger) == fingerprint(driver.replay())
-    client.number += 1
-    read = c.ReadSaved(saved=number, partition="p", first=0, last=2, fields=("x",), names=True)
+    client.last_call_id += 1
+    read = c.ReadSaved(saved=call_id, partition="p", first=0, last=2, fields=("x",), names=True)
     for command in (read, c.Publish(staged=("hidden",), partitions=(described(),), replace=True)):
-        call = c.Call(session=client.session, number=client.number, watermark=client.number, command=command)
-        client.number += 1
+        call = c.Call(
+            session=client.session, call_id=client.last_call_id, watermark=client.last_call_id, command=command
+        )
+        client.last_call_id += 1
         assert canonical(made.apply(call)) == canonical(driver.ledger.apply(call))
     assert fingerprint(made) == fingerprint(driver.ledger)

@@ -1,10 +1,10 @@
-"""Sessions: opening, numbers, watermarks, silence, proof, and the end."""
+"""Sessions: opening, call ids, watermarks, silence, proof, and the end."""
 
 from __future__ import annotations
 
 import pytest
 
-from dataplane.client.rpc.call_numbers import CallNumbers
+from dataplane.client.rpc.call_ids import CallIds
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     CallCancelledError,
@@ -26,8 +26,8 @@ def driver() -> Driver:
     return Driver()
 
 
-def call(driver: Driver, session: int, number: int, watermark: int, command: c.Command) -> list[c.Output]:
-    return driver.apply(c.Call(session=session, number=number, watermark=watermark, command=command))
+def call(driver: Driver, session: int, call_id: int, watermark: int, command: c.Command) -> list[c.Output]:
+    return driver.apply(c.Call(session=session, call_id=call_id, watermark=watermark, command=command))
 
 
 def results(out: list[c.Output]) -> list[type]:
@@ -57,7 +57,7 @@ def test_another_protocol_version_is_refused(driver: Driver) -> None:
     assert opened.session == 0
 
 
-# --- numbers
+# --- call ids
 
 
 def test_errors_are_answers_too_and_are_kept(driver: Driver) -> None:
@@ -68,11 +68,11 @@ def test_errors_are_answers_too_and_are_kept(driver: Driver) -> None:
     assert results(call(driver, client.session, 1, 1, claim)) == results(first)
 
 
-def test_a_retry_of_a_parked_number_joins_it(driver: Driver) -> None:
+def test_a_retry_of_a_parked_call_joins_it(driver: Driver) -> None:
     client = driver.client()
     client.register()
     waiting = client.waits(client.claim(1))
-    client.post(client.claim(1), number=waiting)
+    client.post(client.claim(1), call_id=waiting)
     client.put(["a", "b"])
     assert client.claimed_by(waiting) == ("a",)
 
@@ -82,20 +82,20 @@ def test_too_many_calls_in_flight_are_refused() -> None:
     client = driver.client()
     client.register()
     call(driver, client.session, 2, 2, client.claim(1))
-    for number in (3, 4, 500):  # how far apart they are does not matter
-        assert results(call(driver, client.session, number, 2, c.Units())) == [c.UnitList]
+    for call_id in (3, 4, 500):  # how far apart they are does not matter
+        assert results(call(driver, client.session, call_id, 2, c.Units())) == [c.UnitList]
     assert results(call(driver, client.session, 6, 2, c.Units())) == [LimitError]
     assert results(call(driver, client.session, 6, 2, c.Units())) == [LimitError]
 
 
-def test_withdrawing_a_later_number_or_another_kind_is_refused(driver: Driver) -> None:
+def test_withdrawing_a_later_call_or_another_kind_is_refused(driver: Driver) -> None:
     client = driver.client()
     client.watermark = 1
     with pytest.raises(InvalidRequestError, match="earlier"):
         client.do(c.Abort(reservation=5))
     client.do(c.Register(partition="p", fields={}, num_samples=None, tasks=()))
     with pytest.raises(InvalidRequestError, match="was answered Done"):
-        client.do(c.Release(located=client.number))
+        client.do(c.Release(located=client.last_call_id))
 
 
 def test_calls_of_unknown_sessions_are_refused(driver: Driver) -> None:
@@ -160,7 +160,7 @@ def test_proof_frees_everything_a_local_session_held(driver: Driver) -> None:
 
 def test_a_session_without_proof_is_given_up_then_fenced_and_only_the_fence_frees(driver: Driver) -> None:
     client, other = holding(driver, ()), driver.client()
-    parked = client.number
+    parked = client.last_call_id
     for now in range(0, 20, 2):
         driver.tick(float(now))
         driver.apply(c.Heartbeat(session=other.session))
@@ -222,7 +222,7 @@ def test_two_units_each_free_their_own_bytes() -> None:
 
 def test_bye_keeps_pins_until_the_units_prove_them_gone(driver: Driver) -> None:
     client, other = holding(driver, (1,)), driver.client()
-    parked = client.number
+    parked = client.last_call_id
     client.do(c.Bye())
     assert isinstance(client.result(parked), SessionExpiredError)
     assert driver.fences() == [(1, client.session)]
@@ -233,7 +233,7 @@ def test_bye_keeps_pins_until_the_units_prove_them_gone(driver: Driver) -> None:
     assert driver.fences() == [(1, client.session)]
     driver.apply(c.SessionGone(unit=1, session=client.session))
     assert other.used() == 0
-    assert results(call(driver, client.session, client.number, 1, c.Bye())) == [c.Done]
+    assert results(call(driver, client.session, client.last_call_id, 1, c.Bye())) == [c.Done]
 
 
 def test_bye_of_a_session_that_holds_nothing_and_is_attached_nowhere_removes_it(driver: Driver) -> None:
@@ -289,26 +289,26 @@ def test_next_deadline() -> None:
 def named_call(
     driver: Driver, session: int, place: tuple[int, int, tuple[int, ...]], command: c.Command
 ) -> list[c.Output]:
-    number, watermark, confirmed = place
-    item = c.Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=command)
+    call_id, watermark, confirmed = place
+    item = c.Call(session=session, call_id=call_id, watermark=watermark, confirmed=confirmed, command=command)
     return driver.apply(item)
 
 
-class Numbered:
-    """A client that numbers its calls as ours do."""
+class IdentifiedCalls:
+    """A client that gives its calls ids as ours do."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.session = driver.client().session
-        self.numbering = CallNumbers(self.session)
+        self.call_ids = CallIds(self.session)
 
     def call(self, command: c.Command) -> c.Result | DataPlaneError | None:
         """What it was answered, of which the client takes note; None if it waits."""
-        call = self.numbering.issue(command, now=0.0)
+        call = self.call_ids.issue(command, now=0.0)
         self.driver.apply(call)
-        answers = self.driver.answers.get((self.session, call.number), [None])
+        answers = self.driver.answers.get((self.session, call.call_id), [None])
         if answers[-1] is not None:
-            self.numbering.record_answer(call.number)
+            self.call_ids.record_answer(call.call_id)
         return answers[-1]
 
     @property
@@ -320,7 +320,7 @@ def test_a_claim_is_final_after_the_next_call_whatever_else_waits(driver: Driver
     other = driver.client()
     other.register()
     other.put(["a", "b"])
-    client = Numbered(driver)
+    client = IdentifiedCalls(driver)
     claim = other.claim(1)
     assert client.call(other.claim(9)) is None
     taken = client.call(claim)
@@ -337,7 +337,7 @@ def test_a_claim_is_final_after_the_next_call_whatever_else_waits(driver: Driver
 
 def test_answers_are_kept_until_the_next_call_whatever_else_waits(driver: Driver) -> None:
     driver.client().register()
-    client = Numbered(driver)
+    client = IdentifiedCalls(driver)
     for _ in range(3):
         assert client.call(c.Claim(partition="p", task="train", fields=(), batch_size=1)) is None
         for _ in range(50):
@@ -351,14 +351,14 @@ def test_thousands_of_waiting_calls_stop_no_other(driver: Driver) -> None:
     other = driver.client()
     other.register()
     other.put(["a"], {"x": [8]})
-    client = Numbered(driver)
+    client = IdentifiedCalls(driver)
     waits = c.Claim(partition="p", task="train", fields=("y",), batch_size=1)
     for _ in range(4095):
         assert client.call(waits) is None
-        if client.numbering.unanswered % 400 == 0:
+        if client.call_ids.unanswered % 400 == 0:
             located = client.call(c.Locate(partition="p", samples=by_ids("a"), fields=("x",)))
             assert isinstance(located, c.Located)
-            assert isinstance(client.call(c.Release(located=client.numbering._next - 1)), c.Done)
+            assert isinstance(client.call(c.Release(located=client.call_ids._next - 1)), c.Done)
     assert isinstance(client.call(c.Units()), c.UnitList)
     assert client.call(waits) is None
     assert isinstance(client.call(c.Units()), LimitError)
@@ -371,15 +371,15 @@ def test_an_undo_is_never_refused_for_the_number_of_calls(kind: str) -> None:
     client = driver.client()
     client.register()
     client.put(["a"], {"x": [8]})
-    first = client.number + 1
+    first = client.last_call_id + 1
     command, undo = {
         "abort": (client.allocate({"x": [8]}), c.Abort(reservation=first)),
         "release": (c.Locate(partition="p", samples=by_ids("a"), fields=("x",)), c.Release(located=first)),
         "unclaim": (client.claim(1), c.Unclaim(claimed=first)),
     }[kind]
     call(driver, client.session, first, first, command)
-    for number in range(first + 1, first + 9):
-        refused = results(call(driver, client.session, number, first, c.Units()))
+    for call_id in range(first + 1, first + 9):
+        refused = results(call(driver, client.session, call_id, first, c.Units()))
     assert refused == [LimitError]
     assert results(call(driver, client.session, first + 10, first, undo)) == [c.Done]
     other = driver.client()
@@ -388,7 +388,7 @@ def test_an_undo_is_never_refused_for_the_number_of_calls(kind: str) -> None:
     assert not driver.ledger._state.sessions[client.session].unconfirmed
 
 
-def test_a_number_that_was_confirmed_is_never_executed_again(driver: Driver) -> None:
+def test_a_call_that_was_confirmed_is_never_executed_again(driver: Driver) -> None:
     client = driver.client()
     client.register()
     client.put(["a", "b", "c"])
@@ -396,11 +396,11 @@ def test_a_number_that_was_confirmed_is_never_executed_again(driver: Driver) -> 
     call(driver, client.session, first - 1, first - 1, c.Units())
     claim = client.claim(1, blocking=False)
     # Claim `first` is late: 91 to 93 come before it, and two of them are confirmed.
-    for number in (91, 92, 93):
-        assert results(named_call(driver, client.session, (number, first, ()), claim)) == [c.Claimed]
+    for call_id in (91, 92, 93):
+        assert results(named_call(driver, client.session, (call_id, first, ()), claim)) == [c.Claimed]
     assert results(named_call(driver, client.session, (95, first, (91, 91, 93, 93)), c.Units())) == [c.UnitList]
-    for number in (91, 93):
-        assert results(named_call(driver, client.session, (number, first, ()), claim)) == [StaleCallError]
+    for call_id in (91, 93):
+        assert results(named_call(driver, client.session, (call_id, first, ()), claim)) == [StaleCallError]
     again = driver.answers[client.session, 92][0]
     assert named_call(driver, client.session, (92, first, ()), claim)[0].result is again  # type: ignore[attr-defined]
     assert list(driver.ledger._state.sessions[client.session].unconfirmed) == [92]
@@ -420,9 +420,9 @@ def test_large_answers_that_nobody_confirms_are_bounded() -> None:
     client = driver.client()
     client.register()
     client.put([f"s{number}" for number in range(500)])
-    every, first = c.List(partition="p"), client.number + 1
-    for number in range(first, first + 50):
-        assert results(call(driver, client.session, number, first, every)) == [c.Listed]
+    every, first = c.List(partition="p"), client.last_call_id + 1
+    for call_id in range(first, first + 50):
+        assert results(call(driver, client.session, call_id, first, every)) == [c.Listed]
     state = driver.ledger._state.sessions[client.session]
     assert 0 < state.large_bytes <= 100_000
     assert state.large_bytes == sum(state.large.values())
@@ -434,10 +434,10 @@ def test_large_answers_that_nobody_confirms_are_bounded() -> None:
     assert (state.large, state.large_bytes) == ({}, 0)
 
 
-def test_a_client_that_names_numbers_at_random_is_bounded() -> None:
+def test_a_client_that_names_call_ids_at_random_is_bounded() -> None:
     driver = Driver(limits=Limits(in_flight=8))
     client = driver.client()
-    names = tuple(number for first in range(10, 100_000, 2) for number in (first, first))
+    names = tuple(call_id for first in range(10, 100_000, 2) for call_id in (first, first))
     assert results(named_call(driver, client.session, (1, 1, names), c.Units())) == [c.UnitList]
     assert results(named_call(driver, client.session, (2, 1, (5, 1 << 62, 9)), c.Units())) == [c.UnitList]
     assert driver.ledger._state.sessions[client.session].above.ranges < 20

@@ -56,9 +56,9 @@ def test_ranks_that_wait_are_served_together_and_take_nothing_before(driver: Dri
     client.put(IDS[:3])
     assert client.claimed(3, blocking=False) == ("s0", "s1", "s2")
     client.do(c.Nack(partition="p", task="train", samples=by_ids("s0", "s1", "s2")))
-    assert [other.result(number) for other, number in zip(others, waiting, strict=True)] == [None, None]
+    assert [other.result(call_id) for other, call_id in zip(others, waiting, strict=True)] == [None, None]
     client.put(["s3"])
-    got = [other.claimed_by(number) for other, number in zip(others, waiting, strict=True)]
+    got = [other.claimed_by(call_id) for other, call_id in zip(others, waiting, strict=True)]
     assert got == [("s0", "s1"), ("s2", "s3")]
 
 

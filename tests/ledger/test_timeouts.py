@@ -33,19 +33,19 @@ def test_a_call_ends_at_its_deadline_or_not_at_all(
     client = driver.client()
     client.register()
     commands = [client.claim(1, timeout_s=as_timeout("timeout_s", each)) for each in timeouts]
-    numbers = [client.waits(command) for command in commands]
+    call_ids = [client.waits(command) for command in commands]
     until = {wait.until for wait in client.call(c.WaitList, c.Waits()).waits}
     assert until == {math.inf if each in NONE else each for each in timeouts}
     if restored:
         driver.ledger = Ledger.restored(driver.ledger.image())
     for now in sorted(times):
         driver.tick(now)
-        for number, timeout_s in zip(numbers, timeouts, strict=True):
+        for call_id, timeout_s in zip(call_ids, timeouts, strict=True):
             late = timeout_s not in NONE and timeout_s <= now
-            assert isinstance(client.result(number), ClaimTimeoutError) == late
+            assert isinstance(client.result(call_id), ClaimTimeoutError) == late
     client.call(c.Cleared, c.Clear(partition="p", samples=None))
-    for number in numbers:
-        assert isinstance(client.result(number), ClaimTimeoutError | PartitionDroppedError)
+    for call_id in call_ids:
+        assert isinstance(client.result(call_id), ClaimTimeoutError | PartitionDroppedError)
 
 
 def test_the_timeout_of_another_language_may_be_infinite() -> None:
@@ -59,5 +59,5 @@ def test_the_timeout_of_another_language_may_be_infinite() -> None:
     for now in np.linspace(1.0, 19.0, 10):
         driver.tick(float(now))
         assert driver.ledger.next_deadline() is not None  # of the session
-    assert [client.result(number) for number in claims] == [None, None]
+    assert [client.result(call_id) for call_id in claims] == [None, None]
     assert fingerprint(driver.replay()) == fingerprint(driver.ledger)

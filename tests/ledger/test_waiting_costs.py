@@ -156,7 +156,7 @@ def test_what_is_claimed_for_good_is_known_without_a_look_at_every_session(crowd
     client.watermark = None
     assert client.claimed(1) == ("b",)
     saved = client.call(c.Saved, c.Save(partitions=("p", "q")))
-    client.do(c.Release(located=client.number))
+    client.do(c.Release(located=client.last_call_id))
     bits = {part.partition: part.tasks[0].claimed for part in saved.partitions}
     assert bits == {"p": b"\xc0", "q": b"\0\0\0"}, "b is for good by the call that saves, what others have is not"
     client.put(["e"], {"x": [64]})
@@ -258,7 +258,7 @@ def test_puts_that_wait_for_budgets_of_many_partitions_cost_others_nothing(
         client.register(f"p{i}", budget_bytes=KIB, when_full=policy)
         client.put(["first"], {"x": [KIB]}, partition=f"p{i}")
         client.locate(by_ids("first"), partition=f"p{i}")
-        reading[i] = client.number
+        reading[i] = client.last_call_id
     waiting = [client.waits(client.allocate({"x": [64]}, f"p{i}")) for i in range(CROWD)]
     for _ in range(2):
         client.put(["one"], {"x": [64]}, partition="q")
@@ -268,7 +268,7 @@ def test_puts_that_wait_for_budgets_of_many_partitions_cost_others_nothing(
         client.put(["two"], {"x": [64]}, partition="q")
         client.clear("two", partition="q")
         local.call(c.Preallocated, c.Preallocate(unit=1, nbytes=64))
-    assert not {parked.number for parked in looked_at} & set(waiting)
+    assert not {parked.call_id for parked in looked_at} & set(waiting)
     assert [client.result(number) for number in waiting] == [None] * CROWD
     client.clear("first", partition="p7")
     assert client.result(waiting[7]) is None, "it is read"

@@ -54,7 +54,7 @@ class Crowd:
         """Most of the answers are confirmed at once, some never."""
         if self.chance.random() < 0.7:
             client._settle()
-            client.watermark = max(client.watermark or 1, min(client.open, default=client.number + 1))
+            client.watermark = max(client.watermark or 1, min(client.open, default=client.last_call_id + 1))
         return client.post(command)
 
     def ids(self, partition: str, most: int = 4) -> list[str]:
@@ -90,8 +90,8 @@ class Crowd:
             timeout_s=chance.choice([3.0, 30.0]),
             on_full=c.OnFull.REJECT if chance.random() < 0.2 else c.OnFull.WAIT,
         )
-        number = self.post(client, command)
-        self.reservations.append((client, number, partition, names, sizes))
+        call_id = self.post(client, command)
+        self.reservations.append((client, call_id, partition, names, sizes))
 
     def commit(self, partition: str) -> None:
         done = [r for r in self.reservations if isinstance(r[0].result(r[1]), c.Allocated)]
@@ -99,14 +99,14 @@ class Crowd:
             return self.reserve(partition)
         chosen = self.chance.choice(done)
         self.reservations.remove(chosen)
-        client, number, partition, names, sizes = chosen
+        client, call_id, partition, names, sizes = chosen
         if not self.chance.randint(0, 9):
-            self.post(client, c.Abort(reservation=number))
+            self.post(client, c.Abort(reservation=call_id))
             return None
         allocate = next(
             item.command
             for item in self.driver.log
-            if isinstance(item, c.Call) and (item.session, item.number) == (client.session, number)
+            if isinstance(item, c.Call) and (item.session, item.call_id) == (client.session, call_id)
         )
         assert isinstance(allocate, c.Allocate)
         columns = commit_columns({allocate.columns[0].name: sizes})
@@ -116,7 +116,7 @@ class Crowd:
                 partition=partition,
                 samples=by_ids(*names),
                 mode=c.Mode.UPSERT,
-                reservation=number,
+                reservation=call_id,
                 columns=columns,
                 tags=self.tags(len(names)),
             ),
@@ -151,22 +151,22 @@ class Crowd:
 
     def read(self, partition: str) -> None:
         if self.located and self.chance.random() < 0.6:
-            client, number = self.located.pop(self.chance.randrange(len(self.located)))
-            self.post(client, c.Release(located=number))
+            client, call_id = self.located.pop(self.chance.randrange(len(self.located)))
+            self.post(client, c.Release(located=call_id))
             return
         client = self.client()
-        number = self.post(
+        call_id = self.post(
             client, c.Locate(partition=partition, samples=by_ids(*self.ids(partition)), fields=(FIELDS[0],))
         )
-        self.located.append((client, number))
+        self.located.append((client, call_id))
 
     def after_claim(self, partition: str) -> None:
         done = [held for held in self.claims if isinstance(held[0].result(held[1]), c.Claimed)]
         if not done:
             return
         held = self.chance.choice(done)
-        client, number, claim = held
-        result = client.result(number)
+        client, call_id, claim = held
+        result = client.result(call_id)
         assert isinstance(result, c.Claimed)
         what = {"partition": claim.partition, "task": claim.task, **part_of(result)}
         match self.chance.randint(0, 3):
@@ -177,7 +177,7 @@ class Crowd:
             case 2:
                 self.post(client, c.Extend(**what, lease_s=self.chance.choice([1.0, 5.0])))
             case 3:
-                self.post(client, c.Unclaim(claimed=number))
+                self.post(client, c.Unclaim(claimed=call_id))
         self.claims.remove(held)
 
     def units(self, partition: str) -> None:

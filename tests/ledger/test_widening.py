@@ -63,10 +63,10 @@ def check(client: Client, model: Model) -> None:
     if not model:
         assert client.used() == 0
         return
-    number = client.post(c.Locate(partition="p", samples=by_ids(*listed.ids), fields=("x",)))
-    found = client.result(number)
+    call_id = client.post(c.Locate(partition="p", samples=by_ids(*listed.ids), fields=("x",)))
+    found = client.result(call_id)
     assert isinstance(found, c.Located)
-    client.do(c.Release(located=number))
+    client.do(c.Release(located=call_id))
     spec = spec_now(client)
     assert RANK[spec.kind or FieldKind.OBJECT] == max(RANK[each.kind or FieldKind.OBJECT] for each, _ in model.values())
     assert found.fields[0].spec == spec

@@ -102,37 +102,37 @@ class LedgerWriter(LedgerDriver):
         if fate == "short":
             columns = (with_longer(columns[0]), *columns[1:])
         tags = self.draw_tags(data, len(samples))
-        number = client.next - 1
+        call_id = client.next - 1
         commit = Commit(
             partition="p",
             samples=samples,
             mode=mode,
-            reservation=number,
+            reservation=call_id,
             columns=columns,
             tags=tags,
             listed=data.draw(st.booleans()),
             put_sizes=draw_put_sizes(data, len(samples)),
         )
-        self.plans[client.id, number] = commit
-        if (client.id, number) not in self.model.reserved or fate == "later":
+        self.plans[client.id, call_id] = commit
+        if (client.id, call_id) not in self.model.reserved or fate == "later":
             return
         assert answer is not None
-        self.call(client, Abort(reservation=number) if fate == "abort" else commit)
+        self.call(client, Abort(reservation=call_id) if fate == "abort" else commit)
 
     def write_ahead(self, data: st.DataObject, samples: Samples, names: list[str]) -> None:
         """Preallocated space if the client has none, then a commit that takes a part of it: the next free, another, or
         none."""
         client = self.draw_client(data)
         reservations = [
-            number for session, number in self.model.ahead & set(self.model.reserved) if session == client.id
+            call_id for session, call_id in self.model.ahead & set(self.model.reserved) if session == client.id
         ]
         if not reservations:
             self.attach_all(client)
             unit = data.draw(st.sampled_from(sorted(client.attached) or [1]))
             self.call(client, Preallocate(unit=unit, nbytes=data.draw(st.sampled_from([1, 300, 700, 1500, 3000]))))
             reservations = [client.next - 1]
-        number = data.draw(st.sampled_from(sorted(reservations)))
-        left = self.model.reserved.get((client.id, number), [])
+        call_id = data.draw(st.sampled_from(sorted(reservations)))
+        left = self.model.reserved.get((client.id, call_id), [])
         first = [(offset, offset + nbytes) for _, offset, nbytes in left] or [(0, 0)]
         start, end = data.draw(st.sampled_from(first))
         offset = data.draw(st.sampled_from([start, start, start, start + GRANULE_BYTES, end, start + 1]))
@@ -145,7 +145,7 @@ class LedgerWriter(LedgerDriver):
                 partition="p",
                 samples=samples,
                 mode=mode,
-                reservation=number,
+                reservation=call_id,
                 offset=None if self.rarely(data, 12) else offset,
                 columns=columns,
                 tags=tags,

@@ -71,8 +71,8 @@ def test_every_method_of_the_service_is_a_command_or_report() -> None:
 def test_commands_round_trip(command: type[c.Command]) -> None:
     @FEW
     @given(of_type(command), *[st.integers(0, (1 << 63) - 1)] * 3)
-    def check(value: c.Command, session: int, number: int, watermark: int) -> None:
-        call = c.Call(session=session, number=number, watermark=watermark, command=value)
+    def check(value: c.Command, session: int, call_id: int, watermark: int) -> None:
+        call = c.Call(session=session, call_id=call_id, watermark=watermark, command=value)
         assert plain(codec.call_from_pb(codec.METHODS[command.__name__], grpc_request(call))) == plain(call)
 
     check()
@@ -214,7 +214,7 @@ def test_a_request_is_one_frame() -> None:
 
 def test_a_long_request_comes_in_short_frames() -> None:
     seal = c.Seal(partition="p" * (600 << 10))
-    frames = zmq_frames.request(c.Call(session=3, number=1, watermark=1, command=seal))
+    frames = zmq_frames.request(c.Call(session=3, call_id=1, watermark=1, command=seal))
     assert [len(frame) for frame in frames[:2]] == [zmq_frames.REQUEST_FRAME_BYTES] * 2
     (joined,) = zmq_frames.split_requests(frames)
     back = messages.decode_request(joined)
@@ -226,9 +226,9 @@ def test_a_long_request_comes_in_short_frames() -> None:
 def test_answers_and_refusals_come_back() -> None:
     body = messages.encode(c.Cleared(count=3))
     (reply,) = zmq_frames.Reply.parse([zmq_frames.answer(7, body)])
-    assert (reply.number, reply.error, bytes(reply.good_body())) == (7, None, body)
+    assert (reply.call_id, reply.error, bytes(reply.good_body())) == (7, None, body)
     (refusal,) = zmq_frames.Reply.parse([zmq_frames.refusal(8, PartitionNotFoundError(partition="p"))])
-    assert refusal.number == 8
+    assert refusal.call_id == 8
     with pytest.raises(PartitionNotFoundError, match="'p'"):
         refusal.good_body()
 
@@ -291,7 +291,7 @@ def test_a_message_of_several_replies() -> None:
     error = PartitionNotFoundError(partition="p")
     body = messages.encode(c.Done())
     replies = zmq_frames.Reply.parse([zmq_frames.answer(7, body), zmq_frames.refusal(8, error)])
-    assert [(reply.number, reply.outcome) for reply in replies] == [(7, "ok"), (8, "PartitionNotFoundError")]
+    assert [(reply.call_id, reply.outcome) for reply in replies] == [(7, "ok"), (8, "PartitionNotFoundError")]
     assert str(replies[1].error) == str(error)
 
 

@@ -115,5 +115,5 @@ def grpc_request(item: c.Input) -> Any:
     if not isinstance(item, c.Call):
         return codec.to_pb(item)
     plan = plan_of(type(item.command))
-    header = {name: getattr(item, name) for name in ("session", "number", "watermark", "confirmed")}
+    header = {name: getattr(item, name) for name in ("session", "call_id", "watermark", "confirmed")}
     return plan.message(header=header, **plan.keywords(item.command))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A simulated client process: threads of scripts, numbering, retries, sessions that end and begin again."""
+"""A simulated client process: threads of scripts, call ids, retries, sessions that end and begin again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dataplane.client.rpc.call_numbers import CallNumbers
+from dataplane.client.rpc.call_ids import CallIds
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, SessionExpiredError, StaleCallError
 from dataplane.ledger.commands import (
@@ -74,7 +74,7 @@ class Read(NamedTuple):
 
 
 class Reply(NamedTuple):
-    number: int
+    call_id: int
     result: Any
 
 
@@ -84,7 +84,7 @@ Script = Generator[Step, Any, None]
 
 @dataclass
 class Thread:
-    """One script under way. `waits_for` is a call's number, a token of the bulk connection, "drain", or None: it can
+    """One script under way. `waits_for` is a call's id, a token of the bulk connection, "drain", or None: it can
     run."""
 
     make: Callable[[Client, Thread], Script]
@@ -123,7 +123,7 @@ class Client:
         self.units: dict[int, UnitInfo] = {}
         self.local: set[int] = set()
         self.handshakes = 0
-        self.numbering = CallNumbers(0)
+        self.call_ids = CallIds(0)
         self.posted: set[int] = set()
         self.claims: list[int] = []
         self.confirms: dict[int, list[int]] = {}
@@ -200,12 +200,12 @@ class Client:
         assert opened.error is None, opened.error
         self.session = opened.session
         self.epoch = opened.epoch
-        assert self.session not in self.world.by_session, "a session number was given twice"
+        assert self.session not in self.world.by_session, "a session id was given twice"
         self.world.by_session[self.session] = self
         self.locks.add(self.session)
         self.units = {unit.unit: unit for unit in opened.units}
         self.local = set()
-        self.numbering = CallNumbers(self.session)
+        self.call_ids = CallIds(self.session)
         self.posted = set()
         self.claims = []
         self.confirms = {}
@@ -270,18 +270,18 @@ class Client:
     # --- commands --------------------------------------------------------------------------------------------
 
     def issue(self, command: Command, *, posted: bool = False) -> int:
-        """Send a new call; its number."""
-        call = self.numbering.issue(command, now=self.world.now, posted=posted)
+        """Send a new call; its id."""
+        call = self.call_ids.issue(command, now=self.world.now, posted=posted)
         if posted:
-            self.posted.add(call.number)
-        self.confirms[call.number] = list(self.claims)
+            self.posted.add(call.call_id)
+        self.confirms[call.call_id] = list(self.claims)
         self.world.call(call)
-        return call.number
+        return call.call_id
 
     def unanswered(self) -> list[int]:
         """Numbers to resend: those somebody waits for, and those posted."""
         waited = {thread.waits_for for thread in self.threads if isinstance(thread.waits_for, int)}
-        return sorted({*waited, *self.numbering.due(float("inf")), self.bye} - {0})
+        return sorted({*waited, *self.call_ids.due(float("inf")), self.bye} - {0})
 
     def retry(self, pick: Callable[[int], int]) -> None:
         """Resend something unanswered, or look for the session."""
@@ -290,15 +290,15 @@ class Client:
         elif self.state in ("open", "closing") and not pick(4):
             self.go_on()
         elif self.state in ("open", "closing") and self.unanswered():
-            numbers = self.unanswered()
-            self.world.call(self.numbering.repeat(numbers[pick(len(numbers))], now=self.world.now))
+            call_ids = self.unanswered()
+            self.world.call(self.call_ids.repeat(call_ids[pick(len(call_ids))], now=self.world.now))
 
     def retry_all(self) -> None:
         if self.state == "opening":
             self.send_open()
         elif self.state in ("open", "closing"):
-            for number in self.unanswered():
-                self.world.call(self.numbering.repeat(number, now=self.world.now))
+            for call_id in self.unanswered():
+                self.world.call(self.call_ids.repeat(call_id, now=self.world.now))
 
     def answered(self, answer: Answer) -> None:
         if not self.alive or answer.session != self.session or self.state not in ("open", "closing"):
@@ -306,30 +306,30 @@ class Client:
         if isinstance(answer.result, SessionExpiredError):
             self.session_over()
             return
-        if not self.numbering.is_open(answer.number):
+        if not self.call_ids.is_open(answer.call_id):
             return
-        self.numbering.record_answer(answer.number)
+        self.call_ids.record_answer(answer.call_id)
         self.check_claims(answer)
-        if self.state == "closing" and answer.number == self.bye:
+        if self.state == "closing" and answer.call_id == self.bye:
             self.end()
             return
         for thread in self.threads:
-            if thread.waits_for == answer.number:
+            if thread.waits_for == answer.call_id:
                 assert not isinstance(answer.result, StaleCallError), f"it was waited for: {answer}"
                 thread.waits_for = None
-                thread.resume = Reply(answer.number, answer.result)
+                thread.resume = Reply(answer.call_id, answer.result)
                 return
-        failed = answer.number in self.posted and not isinstance(answer.result, Result)
+        failed = answer.call_id in self.posted and not isinstance(answer.result, Result)
         assert not failed, f"a posted call failed: {answer}"
 
     def check_claims(self, answer: Answer) -> None:
         """Whatever else is open, claims answered before this call was made are final now."""
-        final = self.confirms.pop(answer.number, [])
-        for number in final:
-            self.world.record.claims.final((self.session, number))
-        self.claims = [number for number in self.claims if number not in final]
-        if isinstance(answer.result, Claimed) and not self.numbering.is_open(answer.number):
-            self.claims.append(answer.number)
+        final = self.confirms.pop(answer.call_id, [])
+        for call_id in final:
+            self.world.record.claims.final((self.session, call_id))
+        self.claims = [call_id for call_id in self.claims if call_id not in final]
+        if isinstance(answer.result, Claimed) and not self.call_ids.is_open(answer.call_id):
+            self.claims.append(answer.call_id)
 
     # --- threads ---------------------------------------------------------------------------------------------
 
@@ -389,9 +389,9 @@ class Client:
                 self.drive(thread, Withdrawn())
             return
         if isinstance(thread.waits_for, int):
-            undo = self.numbering.abandon(thread.waits_for, now=self.world.now)
+            undo = self.call_ids.abandon(thread.waits_for, now=self.world.now)
             if undo is not None:
-                self.posted.add(undo.number)
+                self.posted.add(undo.call_id)
                 self.world.call(undo)
             thread.waits_for = None
             self.drive(thread, Withdrawn())

@@ -453,7 +453,7 @@ class MoveBooks:
 TIMEOUT_S = 20.0
 """Silence after which the ledger may give up a session that no unit can prove alive."""
 Name = tuple[int, int]
-"""(session, number) of a call."""
+"""(session, call id) of a call."""
 
 
 class Cell(NamedTuple):
@@ -557,7 +557,7 @@ class Recorder:
                 self.session_gone(item)
             case Call():
                 self.heard[item.session] = self.now
-                self.calls.setdefault((item.session, item.number), item.command)
+                self.calls.setdefault((item.session, item.call_id), item.command)
                 self.end_use(item)
 
     def restarted(self) -> None:
@@ -570,24 +570,24 @@ class Recorder:
         """A command by which a client says that it no longer uses something."""
         session = item.session
         match item.command:
-            case Abort(reservation=number):
-                self.grants.pop((session, number), None)
-                self.withdrawn.add((session, number))
-            case Commit(reservation=number) if number is not None and (session, item.number) not in self.answers:
+            case Abort(reservation=call_id):
+                self.grants.pop((session, call_id), None)
+                self.withdrawn.add((session, call_id))
+            case Commit(reservation=call_id) if call_id is not None and (session, item.call_id) not in self.answers:
                 if item.command.offset is None:
-                    self.grants.pop((session, number), None)
-                elif (session, number) in self.grants:
-                    self.grants[session, number] = list(without(self.grants[session, number], *extent(item.command)))
-            case Move(located=located, reservation=number) if (session, item.number) not in self.answers:
-                self.grants.pop((session, number), None)
+                    self.grants.pop((session, call_id), None)
+                elif (session, call_id) in self.grants:
+                    self.grants[session, call_id] = list(without(self.grants[session, call_id], *extent(item.command)))
+            case Move(located=located, reservation=call_id) if (session, item.call_id) not in self.answers:
+                self.grants.pop((session, call_id), None)
                 self.pins.pop((session, located), None)
-            case Release(located=number):
-                self.pins.pop((session, number), None)
-                self.saves.taken.pop((session, number), None)
-                self.withdrawn.add((session, number))
-            case Unclaim(claimed=number):
-                self.withdrawn.add((session, number))
-                self.claims.unclaimed((session, number))
+            case Release(located=call_id):
+                self.pins.pop((session, call_id), None)
+                self.saves.taken.pop((session, call_id), None)
+                self.withdrawn.add((session, call_id))
+            case Unclaim(claimed=call_id):
+                self.withdrawn.add((session, call_id))
+                self.claims.unclaimed((session, call_id))
             case Bye():
                 self.over.add(session)
                 self.grants = {name: held for name, held in self.grants.items() if name[0] != session}
@@ -607,7 +607,7 @@ class Recorder:
     # --- answers ---------------------------------------------------------------------------------------------
 
     def answered(self, answer: Answer) -> None:
-        name = (answer.session, answer.number)
+        name = (answer.session, answer.call_id)
         assert not isinstance(answer.result, InternalError), answer.result
         said = canonical(answer.result)
         if name in self.answers:

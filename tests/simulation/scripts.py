@@ -126,7 +126,7 @@ def put(
             samples=samples,
         )
     )
-    grant = (client.session, reply.number)
+    grant = (client.session, reply.call_id)
     record.plans[grant] = plan
     try:
         for column, places in zip(plan, value_locations(sizes, reply.result), strict=True):
@@ -139,10 +139,10 @@ def put(
         thread.shielded = True
         for unit in sorted({placement.unit for placement in reply.result.placements}):
             yield Stop(unit, grant)
-        yield Post(Abort(reservation=reply.number))
+        yield Post(Abort(reservation=reply.call_id))
         raise
     sums = checksums_of(plan) if reply.result.checksums else None
-    commit = commit_of(samples, columns, mode, reply.number, checksums=sums)
+    commit = commit_of(samples, columns, mode, reply.call_id, checksums=sums)
     yield Ask(msgspec.structs.replace(commit, partition=partition))
 
 
@@ -185,7 +185,7 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
         return
     unit = min(client.local)
     reply = yield Ask(Preallocate(unit=unit, nbytes=space_bytes))
-    space, offset = (client.session, reply.number), reply.result.offset
+    space, offset = (client.session, reply.call_id), reply.result.offset
     end = offset + space_bytes
     try:
         for samples, columns in puts:
@@ -196,13 +196,13 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
             client.world.record.parts[*space, offset] = plan
             yield from fill(plan, unit, offset, space)
             sums = checksums_of(plan) if reply.result.checksums else None
-            yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.number, offset, sums))
+            yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.call_id, offset, sums))
             offset += nbytes
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
-        yield Post(Abort(reservation=reply.number))
+        yield Post(Abort(reservation=reply.call_id))
         raise
-    yield Post(Abort(reservation=reply.number))
+    yield Post(Abort(reservation=reply.call_id))
 
 
 def fill(plan: Sequence[PlannedColumn], unit: int, offset: int, grant: tuple[int, int]) -> Script:
@@ -229,9 +229,9 @@ def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str],
         yield from read(client, reply)
     except Withdrawn:
         thread.shielded = True
-        yield Post(Release(located=reply.number))
+        yield Post(Release(located=reply.call_id))
         raise
-    yield Post(Release(located=reply.number))
+    yield Post(Release(located=reply.call_id))
 
 
 def read(client: Client, reply: Reply) -> Script:
@@ -241,7 +241,7 @@ def read(client: Client, reply: Reply) -> Script:
             nbytes = length * found.spec.unit_bytes
             if nbytes > 0:
                 data = yield Read(int(found.units[i]), int(found.offsets[i]), nbytes)
-                client.world.record.check_read((client.session, reply.number), found.name, i, data)
+                client.world.record.check_read((client.session, reply.call_id), found.name, i, data)
                 if found.checksums is not None and found.checksums[i]:
                     assert checksum(data) == found.checksums[i], "a reader would discard a row that is whole"
                     client.world.record.counts["rows compared"] += 1
@@ -258,16 +258,16 @@ def saver(seed: int, count: int) -> Make:
         pieces = []
         try:
             for first in range(0, described.live, 4):
-                piece = yield Ask(piece_of(saved.number, described, first))
+                piece = yield Ask(piece_of(saved.call_id, described, first))
                 yield from read(client, piece)
                 pieces.append(piece.result)
         except (Withdrawn, DataPlaneError):
             thread.shielded = True
-            yield Post(Release(located=saved.number))
+            yield Post(Release(located=saved.call_id))
             raise
-        yield Post(Release(located=saved.number))
+        yield Post(Release(located=saved.call_id))
         if pieces and random.random() < 0.9:
-            yield from bring_back(client, thread, f"staged.{client.session}.{saved.number}", described, pieces[0])
+            yield from bring_back(client, thread, f"staged.{client.session}.{saved.call_id}", described, pieces[0])
 
     return rounds(count, body)
 
@@ -517,9 +517,9 @@ def move(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
             yield from copy(client, thread, unit, page, on_full)
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
-        yield Post(c.Release(located=page.number))
+        yield Post(c.Release(located=page.call_id))
         raise
-    yield Post(c.Release(located=page.number))
+    yield Post(c.Release(located=page.call_id))
 
 
 def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFull) -> Script:
@@ -535,20 +535,20 @@ def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
             timeout_s=5.0,
         )
     )
-    grant = (client.session, space.number)
+    grant = (client.session, space.call_id)
     (places,) = value_locations([sizes.tolist()], space.result)
     try:
         for k, (there, offset) in enumerate(places):
             if sizes[k]:
                 data = yield Read(unit, int(found.offsets[k]), int(sizes[k]))
-                client.world.record.check_read((client.session, page.number), found.field, k, data)
+                client.world.record.check_read((client.session, page.call_id), found.field, k, data)
                 for at in range(0, len(data), PIECE):
                     yield Write(there, offset + at, data[at : at + PIECE], grant)
         yield Drain()
-        yield Ask(move_of(found, unit, located=page.number, reservation=space.number))
+        yield Ask(move_of(found, unit, located=page.call_id, reservation=space.call_id))
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
         for place in sorted({placement.unit for placement in space.result.placements}):
             yield Stop(place, grant)
-        yield Post(c.Abort(reservation=space.number))
+        yield Post(c.Abort(reservation=space.call_id))
         raise

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from dataplane.client.rpc.call_numbers import CallNumbers
+from dataplane.client.rpc.call_ids import CallIds
 from dataplane.errors import StaleSampleError
 from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.ledger import Ledger
@@ -34,8 +34,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def pins_hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Extents, "pin", lambda self, numbers: None)
-    patch.setattr(Extents, "unpin", lambda self, numbers: None)
+    patch.setattr(Extents, "pin", lambda self, extent_ids: None)
+    patch.setattr(Extents, "unpin", lambda self, extent_ids: None)
 
 
 def the_end_of_a_session_frees_without_proof(patch: pytest.MonkeyPatch) -> None:
@@ -54,15 +54,15 @@ def a_held_lock_proves_death(patch: pytest.MonkeyPatch) -> None:
 
 
 def withdrawals_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "_withdraw", lambda self, session, number, target, kind: None)
+    patch.setattr(Ledger, "_withdraw", lambda self, session, call_id, target, kind: None)
 
 
 def reservations_leak(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(State, "free_reservation", lambda self, session, number: session.reservations.pop(number))
+    patch.setattr(State, "free_reservation", lambda self, session, call_id: session.reservations.pop(call_id))
 
 
 def a_part_is_not_taken_out_of_its_space(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Extents, "cut", lambda self, number, start, nbytes: [number])
+    patch.setattr(Extents, "cut", lambda self, extent_id, start, nbytes: [extent_id])
 
 
 def generations_are_not_checked(patch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def a_new_epoch_of_a_unit_frees_what_remote_sessions_hold(patch: pytest.MonkeyPa
         if item.epoch > unit.epoch:
             for session in self.state.sessions.values():
                 if session.host != unit.host:
-                    self.liveness._free_held_on(session, unit.number)
+                    self.liveness._free_held_on(session, unit.unit_id)
         add_again(self, unit, item)
 
     patch.setattr(UnitReports, "_add_again", hasty)
@@ -117,9 +117,9 @@ def units_take_frames_of_earlier_runs(patch: pytest.MonkeyPatch) -> None:
 def saves_pin_nothing(patch: pytest.MonkeyPatch) -> None:
     save = Saves.save
 
-    def careless(self: Saves, session: Any, number: int, command: Any) -> Any:
-        saved = save(self, session, number, command)
-        self.state.extents.unpin(session.pins.pop(number))
+    def careless(self: Saves, session: Any, call_id: int, command: Any) -> Any:
+        saved = save(self, session, call_id, command)
+        self.state.extents.unpin(session.pins.pop(call_id))
         return saved
 
     patch.setattr(Saves, "save", careless)
@@ -128,12 +128,12 @@ def saves_pin_nothing(patch: pytest.MonkeyPatch) -> None:
 def saves_show_what_is_there_now(patch: pytest.MonkeyPatch) -> None:
     read = Saves.read_saved
 
-    def late(self: Saves, session: Any, number: int, command: Any) -> Any:
+    def late(self: Saves, session: Any, call_id: int, command: Any) -> Any:
         taken, there = session.saves.get(command.saved, {}), self.state.partitions.get(command.partition)
         if command.partition in taken and there is not None:
             now = self._snapshot(there)
             taken[command.partition] = now if len(now.ids) >= command.last else taken[command.partition]
-        return read(self, session, number, command)
+        return read(self, session, call_id, command)
 
     patch.setattr(Saves, "read_saved", late)
 
@@ -153,10 +153,10 @@ def restarts_forget_saves(patch: pytest.MonkeyPatch) -> None:
 def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
     publish = Saves.publish
 
-    def sparing(self: Saves, session: Any, number: int, command: Any) -> Any:
+    def sparing(self: Saves, session: Any, call_id: int, command: Any) -> Any:
         with pytest.MonkeyPatch.context() as during_publish:
             during_publish.setattr(State, "drop", lambda state, partition: 0)
-            return publish(self, session, number, command)
+            return publish(self, session, call_id, command)
 
     patch.setattr(Saves, "publish", sparing)
 
@@ -171,11 +171,11 @@ def moves_do_not_look_again(patch: pytest.MonkeyPatch) -> None:
 def what_is_found_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
     found = Drains._pin_first_cells
 
-    def careless(self: Drains, session: Any, number: int, *more: Any) -> Any:
-        page = found(self, session, number, *more)
-        if number in session.pins:
-            self.state.extents.unpin(session.pins[number])
-            session.pins[number] = session.pins[number][:0]
+    def careless(self: Drains, session: Any, call_id: int, *more: Any) -> Any:
+        page = found(self, session, call_id, *more)
+        if call_id in session.pins:
+            self.state.extents.unpin(session.pins[call_id])
+            session.pins[call_id] = session.pins[call_id][:0]
         return page
 
     patch.setattr(Drains, "_pin_first_cells", careless)
@@ -213,7 +213,7 @@ def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CallNumbers, "confirmed", ())
+    patch.setattr(CallIds, "confirmed", ())
 
 
 @LONG

@@ -205,8 +205,8 @@ class World:
     def offer(self, unit: Unit) -> None:
         self.apply(unit.offer())
 
-    def unit(self, number: int) -> Unit:
-        return next(unit for unit in self.units if unit.id == number)
+    def unit(self, unit_id: int) -> Unit:
+        return next(unit for unit in self.units if unit.id == unit_id)
 
     def version(self) -> int:
         self.versions += 1
@@ -252,9 +252,9 @@ class World:
                 case Opened(nonce=nonce):
                     client = next(client for client in self.clients if client.name == nonce.split(".")[0])
                     self.send("opened", partial(client.opened, output), to=client)
-                case FenceSession(unit=number) | GrowArena(unit=number):
-                    unit = self.unit(number)
-                    link = ("order", number)
+                case FenceSession(unit=unit_id) | GrowArena(unit=unit_id):
+                    unit = self.unit(unit_id)
+                    link = ("order", unit_id)
                     self.send("order", partial(unit.order, output), lossy=False, link=link)
                 case UnitAdded(error=error):
                     assert error is None, error

@@ -73,7 +73,7 @@ def scene() -> Iterator[Scene]:
 
 
 class Forgetful(ScriptedLedger):
-    """Knows no unit that had a number before."""
+    """Knows no unit that had an id before."""
 
     def apply(self, item: c.Input) -> list[c.Output]:
         outputs = super().apply(item)

@@ -233,8 +233,8 @@ def test_a_stopped_puts_writes_are_refused_and_all_others_served(unit, peer):
     assert (type(error).__name__, error.unit) == ("StorageUnitError", UNIT)
     assert "put 8 of session 1 was aborted" in str(error)
     assert unit.arena.data[:5].tobytes() == b"early"
-    for number, session in ((7, 1), (9, 1), (8, 2)):
-        assert put(number, b"other", session)[0].written.size == 5
+    for call_id, session in ((7, 1), (9, 1), (8, 2)):
+        assert put(call_id, b"other", session)[0].written.size == 5
     unit.server.order(FenceSession(unit=UNIT, session=1))
     unit.expect(SessionGone)
     assert type(refused(peer.ask(stop=pb.StopPut(reservation=9)))).__name__ == "SessionExpiredError"
@@ -254,14 +254,14 @@ def test_a_fenced_sessions_stops_are_forgotten(unit):
 @pytest.mark.integration
 def test_what_is_kept_of_fenced_sessions_is_bounded_by_those_that_live(unit):
     sessions = sessions_module.Sessions(unit.arena, lock_directories=())
-    for number in range(3, 2000, 2):
-        assert sessions.fence(number, first=number - 1, last=number)
+    for session_id in range(3, 2000, 2):
+        assert sessions.fence(session_id, first=session_id - 1, last=session_id)
     assert sessions._fenced.ranges == 1
-    for number in (2, 3, 1000, 1999):
+    for session_id in (2, 3, 1000, 1999):
         with pytest.raises(SessionExpiredError):
-            sessions.admit(number)
-    for number in (1, 2000):
-        sessions.admit(number)
+            sessions.admit(session_id)
+    for session_id in (1, 2000):
+        sessions.admit(session_id)
     sessions.close()
 
 
@@ -403,8 +403,8 @@ def test_descriptors_of_sessions_that_ended_do_not_pile_up(unit, peer):
 
 
 @pytest.mark.integration
-def test_an_attach_before_the_unit_has_its_number_waits(unit):
-    with Unit(number=0) as early, Peer(early) as peer, SessionLock.create() as lock:
+def test_an_attach_before_the_unit_has_its_id_waits(unit):
+    with Unit(unit_id=0) as early, Peer(early) as peer, SessionLock.create() as lock:
         peer.send(call=4, attach=pb.Attach(lock_path=str(lock.path), boot_id=boot_id()))
         assert peer.ask(b"x", call=5, write=write((0, 1)))[0].call == 5, "the attach is not answered yet"
         early.server.unit = UNIT

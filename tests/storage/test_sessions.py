@@ -23,24 +23,24 @@ def connection(unit, request):
         yield made
 
 
-def test_puts_are_told_apart_by_session_and_number():
+def test_puts_are_told_apart_by_session_and_call_id():
     stops = StoppedPuts()
     assert not stops.covers(1, 5)
     stops.stop(1, 5)
     stops.stop(1, 5)
-    assert [stops.covers(1, number) for number in (4, 5, 6)] == [False, True, False]
+    assert [stops.covers(1, call_id) for call_id in (4, 5, 6)] == [False, True, False]
     assert not stops.covers(2, 5)
     assert len(stops) == 1
 
 
 def test_what_is_forgotten_stays_stopped():
     stops = StoppedPuts()
-    numbers = range(10, 10 * (3 * MAX_STOPS + 1), 10)
-    for number in numbers:
-        stops.stop(1, number)
+    call_ids = range(10, 10 * (3 * MAX_STOPS + 1), 10)
+    for call_id in call_ids:
+        stops.stop(1, call_id)
     assert len(stops) <= MAX_STOPS + 1
-    assert all(stops.covers(1, number) for number in numbers)
-    newest = numbers[-1]
+    assert all(stops.covers(1, call_id) for call_id in call_ids)
+    newest = call_ids[-1]
     assert not stops.covers(1, newest - 1), "a put between those that are told apart goes on"
     assert not stops.covers(1, newest + 1)
     stops.stop(1, 10)

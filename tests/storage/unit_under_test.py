@@ -43,7 +43,7 @@ class Unit:
         backed: int = 16 * MIB,
         *,
         directory: str = "/dev/shm",
-        number: int = UNIT,
+        unit_id: int = UNIT,
         engine: UnitPayloads | None = None,
     ) -> None:
         self.reports: queue.Queue[Input] = queue.Queue()
@@ -53,8 +53,8 @@ class Unit:
             self.arena, epoch=EPOCH, token=TOKEN, report=self.reports.put, tcp_host="127.0.0.1", engine=engine
         )
         self.server.start()
-        if number:
-            self.server.unit = number
+        if unit_id:
+            self.server.unit = unit_id
 
     @property
     def info(self) -> UnitInfo:

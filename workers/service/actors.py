@@ -121,24 +121,24 @@ class StorageUnitActor(ComponentActor):
             self._unit = StorageUnit(config_here, self._controller_address, name=self._name).start()
             self._exit_when_set(self._unit.lost, f"storage unit {self._name}")
 
-    def number(self) -> int:
-        """Return the unit's number at the controller. It changes if the unit had to register again without its rows."""
+    def unit_id(self) -> int:
+        """Return the unit's id at the controller. It changes if the unit had to register again without its rows."""
         assert self._unit is not None, "start comes first"
-        return self._unit.number
+        return self._unit.unit_id
 
     def drain(self, timeout_s: float, *, for_good: bool) -> None:
         """Move every row to other units and accept no new rows, as `DataPlaneClient.drain`. If that fails, accept new
         rows again, unless the node leaves `for_good`."""
         from dataplane.client.client import DataPlaneClient  # noqa: PLC0415 (torch, only when a unit is drained)
 
-        number = self.number()
+        unit_id = self.unit_id()
         with DataPlaneClient(replace(self._config, address=self._controller_address)) as client:
             try:
                 # force: try it even if no other unit accepts new rows.
-                client.drain(number, timeout_s, force=for_good)
+                client.drain(unit_id, timeout_s, force=for_good)
             except BaseException:
                 if not for_good:
-                    client.undrain(number)
+                    client.undrain(unit_id)
                 raise
 
     def name_and_node(self) -> tuple[str, str]:

@@ -34,7 +34,7 @@ LEAST_DRAIN_S = 5.0
 DRAIN_RETRY_S = 10.0
 """Delay before a failed drain of a leaving node is retried."""
 NEVER = 1 << 62
-"""Larger than every unit's number."""
+"""Larger than every unit's id."""
 SUPERVISOR_CALLS = 100_000
 """Maximum number of concurrent calls. Every storage unit has one pending call to its supervisor."""
 Storage = Literal["per_node", "driver_node"]
@@ -93,15 +93,15 @@ class RayNode:
 
 @dataclass(eq=False, kw_only=True)
 class Unit:
-    """A storage unit and its actor. started: done when the unit serves or failed to start. number: its
-    number at the controller, 0 until it serves; monitor_task: waits for its end."""
+    """A storage unit and its actor. started: done when the unit serves or failed to start. unit_id: its
+    id at the controller, 0 until it serves; monitor_task: waits for its end."""
 
     name: str
     node: RayNode
     actor: ActorHandle
     started: asyncio.Future[None]
     state: State = "starting"
-    number: int = 0
+    unit_id: int = 0
     monitor_task: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
@@ -118,8 +118,8 @@ class SupervisorActor:
     leave, with their deadlines; `_announced_drains`: those of them that are being drained for that. `_drain_states`:
     the nodes that are being drained or are drained, for any reason; `_added`: the nodes of `add_node`.
 
-    `_units`: by name, starting ones included. `_outdated`: numbers by name of a unit; the controller has to drop units
-    of that name with lower numbers. `_tasks`: the background tasks. `_resumed`: whether `resume` was called.
+    `_units`: by name, starting ones included. `_outdated`: ids by name of a unit; the controller has to drop units
+    of that name with lower ids. `_tasks`: the background tasks. `_resumed`: whether `resume` was called.
     """
 
     def __init__(self, plan: ServicePlan) -> None:
@@ -260,7 +260,7 @@ class SupervisorActor:
         """Drop a unit that will not return: its rows are lost. ValueError for a running unit."""
         if name in self._units:
             raise ValueError(f"storage unit {name} is running: use drain_node, which moves its rows and ends it")
-        self._outdated[name] = NEVER  # all its numbers are lower
+        self._outdated[name] = NEVER  # all its ids are lower
         await self._forget_outdated()
 
     async def until_end(self) -> None:
@@ -376,7 +376,7 @@ class SupervisorActor:
         """Create the actor of the node's next unit and monitor it. If an actor of its name exists, the
         next `_reconcile` tries again."""
         plan = self._plan
-        name, number = next_unit(node.host, self._units)
+        name, index = next_unit(node.host, self._units)
         placement = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
         actor_class = ray.remote(StorageUnitActor).options(
             name=unit_actor_name(plan.name, name),
@@ -386,8 +386,8 @@ class SupervisorActor:
             scheduling_strategy=placement,
         )
         supervisor = (supervisor_name(plan.name), plan.namespace)
-        # The settings of unit `number` on its host. It gets the controller's address as a separate argument.
-        settings = replace(plan.config.of_unit(number), address=None)
+        # The settings of unit `index` on its host. It gets the controller's address as a separate argument.
+        settings = replace(plan.config.of_unit(index), address=None)
         try:
             actor = await asyncio.to_thread(actor_class.remote, settings, plan.config.address, name, supervisor)
         except ValueError as error:
@@ -405,7 +405,7 @@ class SupervisorActor:
         """Start a unit, complete its `started`, and monitor it until it ends."""
         try:
             await unit.actor.start.remote()
-            unit.number = await unit.actor.number.remote()
+            unit.unit_id = await unit.actor.unit_id.remote()
         except RayError as error:
             unit.started.set_exception(error)
             self._remove_unit(unit)
@@ -416,7 +416,7 @@ class SupervisorActor:
         log.info("%s serves", unit)
         # The controller keeps a lost unit with a state directory until the unit of its name serves under a new number.
         if self._plan.config.state_dir is not None:
-            self._outdated[unit.name] = unit.number
+            self._outdated[unit.name] = unit.unit_id
         why = await self._until_ended(unit)
         if self._units.get(unit.name) is unit:  # else its end was handled or was on purpose
             self._handle_loss(unit, why)
@@ -434,14 +434,14 @@ class SupervisorActor:
         if self._units.pop(unit.name, None) is unit and unit.monitor_task is not None:
             unit.monitor_task.cancel()
         await self._stop_unit(unit, for_good=True)
-        self._outdated[unit.name] = unit.number + 1  # the controller drops this unit too
+        self._outdated[unit.name] = unit.unit_id + 1  # the controller drops this unit too
 
     async def _until_ended(self, unit: Unit) -> str:
-        """Poll the unit, and update its `number`, until its actor has ended. Return the first line of Ray's reason."""
+        """Poll the unit, and update its `unit_id`, until its actor has ended. Return the first line of Ray's reason."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
-                unit.number = await unit.actor.number.remote()
+                unit.unit_id = await unit.actor.unit_id.remote()
             except ActorUnavailableError:
                 continue
             except RayError as error:
@@ -457,7 +457,7 @@ class SupervisorActor:
             log.error("%s was lost (%s): its rows are unreadable until it restarts there", unit, why)
             return
         log.error("%s was lost with its rows (%s)", unit, why)
-        self._outdated[unit.name] = unit.number + 1
+        self._outdated[unit.name] = unit.unit_id + 1
 
     def _remove_unit(self, unit: Unit) -> None:
         """Remove a unit and kill its actor."""
@@ -488,8 +488,8 @@ class SupervisorActor:
             log.warning("Service %s: reporting lost units to the controller failed: %s", self._plan.name, error)
             return
         # The entry may have changed during the request.
-        for name, number in outdated.items():
-            if self._outdated.get(name) == number:
+        for name, unit_id in outdated.items():
+            if self._outdated.get(name) == unit_id:
                 del self._outdated[name]
 
 
@@ -505,15 +505,15 @@ def _call_resume() -> None:
 
 
 def next_unit(host: str, taken: Collection[str]) -> tuple[str, int]:
-    """Return the name of the next unit on a host, and its number there: the first free name of
+    """Return the name of the next unit on a host, and its index there: the first free name of
     "unit-HOST-0", "unit-HOST-1", ...
 
     So a node that rejoins with another id has units of the same names, which find their state.
     """
-    number = 0
-    while f"unit-{host}-{number}" in taken:
-        number += 1
-    return f"unit-{host}-{number}", number
+    index = 0
+    while f"unit-{host}-{index}" in taken:
+        index += 1
+    return f"unit-{host}-{index}", index
 
 
 def start_error(unit: Unit) -> ServiceStartError:
@@ -557,7 +557,7 @@ def leaving_nodes() -> dict[str, float | None]:
 
 
 def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], client_name: str) -> None:
-    """Make the controller drop every unit, with its rows, whose number is below that of its name in `outdated`.
+    """Make the controller drop every unit, with its rows, whose id is below that of its name in `outdated`.
     Blocks; raises the errors of a client. client_name: of this request's client."""
     channel = ControllerChannel.open(replace(config, client_name=client_name))
     try:

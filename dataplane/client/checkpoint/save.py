@@ -86,7 +86,7 @@ def checkpoint(
     try:
         yield Work(staged.prepare)
         saved = yield Send(c.Save(partitions=names))
-        writer = _Writer(session_state, staged, saved.number)
+        writer = _Writer(session_state, staged, saved.call_id)
         try:
             failpoint("checkpoint.saved")
             entries = []
@@ -95,9 +95,9 @@ def checkpoint(
             yield from writer.flush()
             # Send, not Post: the release succeeds only if the session, and therefore its pins,
             # lasted until now.
-            yield Send(c.Release(located=saved.number))
+            yield Send(c.Release(located=saved.call_id))
         except BaseException:
-            yield Post(c.Release(located=saved.number))
+            yield Post(c.Release(located=saved.call_id))
             raise
         content = Manifest(package=manifest.package(), partitions=tuple(entries), files=tuple(writer.files))
         yield Work(partial(staged.publish, content))
@@ -125,7 +125,7 @@ class _Writer:
     def __init__(self, session_state: SessionState, staged: StagedCheckpoint, saved: int) -> None:
         self.session_state = session_state
         self.saved = saved
-        """Number of the `Save` call."""
+        """Id of the `Save` call."""
         self.files: list[FileEntry] = []
         """The files written so far."""
         self._staged = staged

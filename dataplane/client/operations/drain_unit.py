@@ -187,7 +187,7 @@ def _handle_lack_of_space(progress: _Progress, error: CapacityTimeoutError | Req
             raise progress.error(str(failure)) from failure
     else:
         # There is space now. The next attempt finds the page again and reserves for it.
-        yield Post(c.Abort(reservation=allocated.number))
+        yield Post(c.Abort(reservation=allocated.call_id))
 
 
 @with_retry
@@ -226,16 +226,16 @@ def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Mo
             placements: tuple[c.Placement, ...] = allocated.result.placements
             yield from ensure_known(session_state, {unit, *[placement.unit for placement in placements]})
             try:
-                yield Work(partial(_copy, session_state, unit, page, placements, allocated.number, unfinished))
+                yield Work(partial(_copy, session_state, unit, page, placements, allocated.call_id, unfinished))
             except ChecksumError as error:
                 raise (yield from _with_sample_id(error, page)) from error
             failpoint("move.before_switch")
-            return (yield Send(move_of(page, unit, located=found.number, reservation=allocated.number))).result  # type: ignore[no-any-return]
+            return (yield Send(move_of(page, unit, located=found.call_id, reservation=allocated.call_id))).result  # type: ignore[no-any-return]
         except BaseException:
-            yield from release_space(session_state, allocated.number, unfinished)
+            yield from release_space(session_state, allocated.call_id, unfinished)
             raise
     finally:
-        yield Post(c.Release(located=found.number))
+        yield Post(c.Release(located=found.call_id))
 
 
 def _copy(
@@ -274,8 +274,8 @@ def _copy(
 
 
 def move_of(page: c.FoundCells, unit: int, *, located: int, reservation: int) -> c.Move:
-    """Return the command that points the found cells at their copies. unit: their old storage unit. located: number
-    of the `FindCells` call. reservation: number of the call that allocated the space of the copies."""
+    """Return the command that points the found cells at their copies. unit: their old storage unit. located: id
+    of the `FindCells` call. reservation: id of the call that allocated the space of the copies."""
     same = ("partition", "field", "rows", "generations", "index", "offsets", "lengths")
     return c.Move(**{name: getattr(page, name) for name in same}, unit=unit, located=located, reservation=reservation)
 

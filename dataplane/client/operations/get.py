@@ -120,7 +120,7 @@ def get_present(
             return existing.tolist(), built
         finally:
             failpoint("get.before_release")
-            yield Post(c.Release(located=located.number))
+            yield Post(c.Release(located=located.call_id))
 
     return (yield from _retry_relocated(attempt))  # type: ignore[no-any-return]
 
@@ -311,7 +311,7 @@ class SampleHosts(NamedTuple):
 def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[SampleHosts]:
     """Return the row handles and the hosts of the samples. Later puts and moves can change the hosts."""
     located = yield from _locate(session_state, meta, ids_of(meta), meta.partition_id, select_fields)
-    yield Post(c.Release(located=located.number))
+    yield Post(c.Release(located=located.call_id))
     result: c.Located = located.result
     yield from ensure_known(session_state, units_of(_stored(result.fields, len(select_fields)).columns))
     nbytes: dict[str, np.ndarray[Any, Any]] = {}  # by host, `[N]` bytes of each sample
@@ -383,7 +383,7 @@ def _read(
             return built
         finally:
             failpoint("get.before_release")
-            yield Post(c.Release(located=located.number))
+            yield Post(c.Release(located=located.call_id))
 
     return (yield from _retry_relocated(attempt))
 
@@ -499,7 +499,7 @@ def _read_views(
         """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
         located = yield from _locate(session_state, names, ids, partition, select_fields)
         # A list, so that `pins.clear()` drops the last reference of this frame and of `work`: only views keep the pin.
-        pins = [session_state.pin(located.number)]
+        pins = [session_state.pin(located.call_id)]
         try:
             stored = _stored(located.result.fields, len(select_fields))
             _log_widened(session_state, partition, located.result.widened)

@@ -176,7 +176,7 @@ def _append(
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT  # row -1: not there yet
             # The commit fails with `RowsChangedError` if the rows are no longer at these locations.
             read_from = tuple(replace(each, checksums=None) for each in located.result.fields)
-            conditional = replace(commit, mode=mode, located=located.number, expected=read_from)
+            conditional = replace(commit, mode=mode, located=located.call_id, expected=read_from)
             return extended, (yield from store(session_state, conditional, ids, extended))
         except RowsChangedError:  # another client wrote the rows: read them again
             if turn + 1 == PUT_TRIES:
@@ -188,7 +188,7 @@ def _append(
                 session_state, partition, fields, len(ids), token_lengths=None, widens=False
             )
         finally:
-            yield Post(c.Release(located=located.number))
+            yield Post(c.Release(located=located.call_id))
     raise AssertionError("the last turn returns or raises")
 
 
@@ -318,14 +318,14 @@ def store(
         placements: tuple[c.Placement, ...] = allocated.result.placements
         yield from ensure_known(session_state, {placement.unit for placement in placements})
         write = _writer(
-            session_state, placements, encoded, allocated.number, unfinished, checksums=allocated.result.checksums
+            session_state, placements, encoded, allocated.call_id, unfinished, checksums=allocated.result.checksums
         )
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoint("put.before_commit")
-        committed = (yield from send_for_samples(ids, _with_columns(commit, written, allocated.number))).result
+        committed = (yield from send_for_samples(ids, _with_columns(commit, written, allocated.call_id))).result
         return replace(committed, evicted=allocated.result.evicted)  # samples evicted to make space
     except BaseException:
-        yield from release_space(session_state, allocated.number, unfinished)
+        yield from release_space(session_state, allocated.call_id, unfinished)
         raise
 
 
@@ -393,7 +393,7 @@ def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[Pr
         return None
     try:
         granted = yield Send(request)
-        buffer.add(granted.number, request, granted.result.offset, checksums=granted.result.checksums)
+        buffer.add(granted.call_id, request, granted.result.offset, checksums=granted.result.checksums)
     except (CapacityTimeoutError, InvalidRequestError):  # no space, or the unit is not local to the session
         buffer.record_rejection()
         return None
@@ -415,7 +415,7 @@ def _store_preallocated(
         written = yield from _write_preallocated(session_state, portion, encoded)
         failpoint("put.before_commit")
         committed = yield from send_for_samples(
-            ids, _with_columns(commit, written, portion.space.number, portion.offset)
+            ids, _with_columns(commit, written, portion.space.call_id, portion.offset)
         )
         failed = False
         return committed.result  # type: ignore[no-any-return]
@@ -436,7 +436,7 @@ def _write_preallocated(
         session_state,
         portion.placements(encoded, put_sizes),
         encoded,
-        reservation=space.number,
+        reservation=space.call_id,
         unfinished=set(),  # stays empty: the arena is mapped, so no unit executes the write
         checksums=space.checksums,
     )
@@ -469,7 +469,7 @@ def store_joined(
             return None
         failpoint("put.before_commit")
         ids = [each for put in puts for each in put.ids]
-        full = _with_columns(commit, written, portion.space.number, portion.offset)
+        full = _with_columns(commit, written, portion.space.call_id, portion.offset)
         is_sent = True
         committed = (yield from send_for_samples(ids, full)).result
         failed = False

@@ -29,9 +29,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The call number of a command and its result."""
+    """The call id of a command and its result."""
 
-    number: int
+    call_id: int
     result: Any
 
 

@@ -93,7 +93,7 @@ class _Waiting(WaitingCall):
 class AsyncChannel(OpenChannel):
     """An open session with awaitable calls: one socket for any number of concurrent calls. Use its methods only in
     its event loop. A thread keeps the session alive, so that a busy loop does not lose it, and ends it after the loop
-    was closed. After a reconnection, pending calls are resent to the new endpoint under their numbers.
+    was closed. After a reconnection, pending calls are resent to the new endpoint under their ids.
 
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
@@ -168,18 +168,18 @@ class AsyncChannel(OpenChannel):
             try:
                 reply = await self._exchange(outgoing)
                 failpoint(f"call.{name}.after")
-                return outgoing.number, self._calls.settle(outgoing, reply)
+                return outgoing.call_id, self._calls.settle(outgoing, reply)
             except (Exception, asyncio.CancelledError):
                 self._abandon(outgoing)
                 raise
             finally:
-                self._waiting.pop(outgoing.number, None)
+                self._waiting.pop(outgoing.call_id, None)
                 self._in_flight.leave(active)
 
     async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence, until its deadline (see `prepare_resend`). The
         call stays in `_waiting` until `call` removes it."""
-        waiting = self._waiting[outgoing.number] = _Waiting(outgoing, self._loop)
+        waiting = self._waiting[outgoing.call_id] = _Waiting(outgoing, self._loop)
         answered = waiting.answered
         self._send(outgoing.frames)
         while True:

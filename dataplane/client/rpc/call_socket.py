@@ -48,7 +48,7 @@ class CallSocket(Generic[W]):
     """One socket for all calls of a session. Requests that are added between two calls of `exchange` share messages.
     One thread at a time may use it; only `add` and `waiting` are free for all.
 
-    `waiting` are the pending calls by number; callers add and remove their own. `fd` is readable when replies have
+    `waiting` are the pending calls by id; callers add and remove their own. `fd` is readable when replies have
     arrived, and -1 while there is no socket. It is edge-triggered: `exchange` reads all replies.
     """
 
@@ -100,11 +100,11 @@ class CallSocket(Generic[W]):
 
     def _dispatch(self, reply: zmq_frames.Reply) -> None:
         """Pass a reply to its pending call; if there is none, only record it."""
-        if reply.number == 0:
+        if reply.call_id == 0:
             # The controller could not parse a message: each pending call may have sent it.
             for waiting in list(self.waiting.values()):
                 self._end(waiting, reply)
-        elif (pending := self.waiting.get(reply.number)) is not None:
+        elif (pending := self.waiting.get(reply.call_id)) is not None:
             self._end(pending, reply)
         else:
             self._calls.process_reply(reply)
@@ -156,7 +156,7 @@ def say_bye(context: zmq.Context[Socket], calls: Calls) -> None:
             send(dealer, message)
         while (left_s := bye.deadline - time.monotonic()) > 0 and dealer.poll(poll_ms(left_s)):
             for replies in arrived_replies(dealer):
-                if any(reply.number == bye.number for reply in replies):
+                if any(reply.call_id == bye.call_id for reply in replies):
                     return
     finally:
         dealer.close()

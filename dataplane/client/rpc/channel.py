@@ -68,7 +68,7 @@ class _Waiting(WaitingCall):
 class ControllerChannel(OpenChannel):
     """An open session. Thread-safe: the threads share one socket. Requests of threads that send at the same moment
     share messages. One of the threads that wait for replies polls for all and wakes the others; when its own reply has
-    arrived, another one polls. After a reconnection, pending calls are resent to the new endpoint under their numbers.
+    arrived, another one polls. After a reconnection, pending calls are resent to the new endpoint under their ids.
 
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
@@ -126,9 +126,9 @@ class ControllerChannel(OpenChannel):
         *,
         timeout_s: float | None = None,
     ) -> tuple[int, c.Result]:
-        """Send a command, wait for its response and return its number and result.
+        """Send a command, wait for its response and return its id and result.
 
-        Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
+        Resend the call under its id while no response arrives. Block for the command's own `timeout_s`
         (Allocate, FindCells, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
         `CallTimeoutError`. Raise the error of the response; `ServiceUnavailableError` if the service is lost (for a
         durable service, after waiting `config.reconnect_s` for its restart); `ClientClosedError` if `close` is
@@ -141,7 +141,7 @@ class ControllerChannel(OpenChannel):
         try:
             reply = self._exchange(outgoing)
             failpoint(f"call.{name}.after")
-            return outgoing.number, self._calls.settle(outgoing, reply)
+            return outgoing.call_id, self._calls.settle(outgoing, reply)
         except Exception:
             self._abandon(outgoing)
             raise
@@ -153,7 +153,7 @@ class ControllerChannel(OpenChannel):
         with waiting.active:
             if not self._in_flight.enter(waiting.active):
                 raise ClientClosedError()
-            self._socket.waiting[outgoing.number] = waiting
+            self._socket.waiting[outgoing.call_id] = waiting
             try:
                 self._send(outgoing.frames)
                 while waiting.outcome is None:
@@ -235,7 +235,7 @@ class ControllerChannel(OpenChannel):
 
     def _leave(self, waiting: _Waiting) -> None:
         """Remove the call. If its thread has polled, wake one that waits, to poll from now on."""
-        self._socket.waiting.pop(waiting.outgoing.number, None)
+        self._socket.waiting.pop(waiting.outgoing.call_id, None)
         self._in_flight.leave(waiting.active)
         if self._poller is not waiting:
             return

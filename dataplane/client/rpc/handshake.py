@@ -70,7 +70,7 @@ class OpenedSession:
     identifies the session when it is resumed. `durable`: the service keeps the session across a restart.
     `put_timeout_s`: default time that puts wait for space."""
 
-    number: int
+    session_id: int
     epoch: int
     units: tuple[c.UnitInfo, ...]
     address: str
@@ -138,7 +138,7 @@ def resume_session(
     `ClientClosedError` once `given_up()` returns True.
     """
     assert config.address is not None
-    command = _open_command(config, session.nonce, session.number, session.epoch)
+    command = _open_command(config, session.nonce, session.session_id, session.epoch)
     address = _resolve_again(config.address)
     try:
         resumed, dealer = _connect(config, context, address, command, RESUME_STEP_S, given_up)
@@ -148,19 +148,19 @@ def resume_session(
         # Not the service of this session: another one uses its address for now.
         raise ServiceUnavailableError(address=address, why=str(error)) from error
     # Epochs of a service only grow: a lower one means that it was started from an older state.
-    if resumed.number != session.number or resumed.epoch < session.epoch:
+    if resumed.session_id != session.session_id or resumed.epoch < session.epoch:
         dealer.close()
         raise ServiceRestartedError(
             expected_epoch=session.epoch,
             got_epoch=resumed.epoch,
             what=f"the service at {address}",
-            lost=f"all work of session {session.number}",
+            lost=f"all work of session {session.session_id}",
         )
     return resumed, dealer
 
 
 def _open_command(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: int = 0) -> c.OpenSession:
-    """Return the command that opens a session, or resumes the session with this number (0: a new session). epoch: that
+    """Return the command that opens a session, or resumes the session with this id (0: a new session). epoch: that
     of the service at the last connection of the session."""
     name = config.client_name or f"{socket.gethostname()}:{os.getpid()}"
     return c.OpenSession(
@@ -230,7 +230,7 @@ def _connect_once(
         dealer.close()
         raise
     session = OpenedSession(
-        number=welcome.opened.session,
+        session_id=welcome.opened.session,
         epoch=welcome.opened.epoch,
         units=welcome.opened.units,
         address=address,

@@ -61,7 +61,7 @@ class HeartbeatThread:
         self._config = config
         self._context = context
         self._dealer, self._monitor = dealer, _monitor(dealer)
-        self._beat = zmq_frames.request(c.Heartbeat(session=calls.session.number))
+        self._beat = zmq_frames.request(c.Heartbeat(session=calls.session.session_id))
         self._maintain = maintain
         self._moved = moved
         self._waker = Waker()
@@ -121,7 +121,7 @@ class HeartbeatThread:
                     self._run_once()
             except Exception as error:
                 # Without heartbeats the session expires soon: fail all calls with this error.
-                log.critical("Heartbeat thread of session %d failed", self._calls.session.number, exc_info=True)
+                log.critical("Heartbeat thread of session %d failed", self._calls.session.session_id, exc_info=True)
                 self._end(InternalError(what=f"the heartbeat thread of the session failed: {error!r}"))
             finally:
                 self._close_sockets()
@@ -170,7 +170,7 @@ class HeartbeatThread:
                 self._reconnect()
             self._maintain()
         except Exception:
-            log.exception("Heartbeat of session %d failed", self._calls.session.number)
+            log.exception("Heartbeat of session %d failed", self._calls.session.session_id)
 
     def _send_beat(self) -> None:
         if self._calls.over:  # the thread only waits for `close` and `end_in_background`
@@ -179,7 +179,7 @@ class HeartbeatThread:
         try:
             self._dealer.send_multipart(self._beat, zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("Heartbeat of session %d dropped: the send queue is full", self._calls.session.number)
+            log.debug("Heartbeat of session %d dropped: the send queue is full", self._calls.session.session_id)
 
     def _receive_replies(self) -> None:
         """Handle the replies to heartbeats that have arrived. An error in a reply, and malformed frames, end the
@@ -206,7 +206,7 @@ class HeartbeatThread:
         try:
             message = messages.decode_as(zmq_frames.HeartbeatReply, body)
         except InternalError:
-            log.error("Malformed heartbeat response for session %d", self._calls.session.number)
+            log.error("Malformed heartbeat response for session %d", self._calls.session.session_id)
             self._check_requested = True
             return
         self._min_heartbeat_s = message.min_heartbeat_s
@@ -242,7 +242,7 @@ class HeartbeatThread:
             self._monitor = monitor
             self._record_response()
             if session.epoch != before.epoch:
-                log.info("Session %d resumed in epoch %d of the service", session.number, session.epoch)
+                log.info("Session %d resumed in epoch %d of the service", session.session_id, session.epoch)
             failpoint("session.found")
             self._calls.resume(session)
             self._moved()

@@ -1,4 +1,4 @@
-"""The calls of one session, shared by both channels: numbers, frames, deadlines, and the reason why calls fail.
+"""The calls of one session, shared by both channels: ids, frames, deadlines, and the reason why calls fail.
 
 This module uses no sockets: the sync and the async channel send the frames and pass in the replies.
 """
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from dataplane.client.rpc.call_numbers import CallNumbers
+from dataplane.client.rpc.call_ids import CallIds
 from dataplane.client.rpc.handshake import OpenedSession
 from dataplane.config import DataPlaneConfig
 from dataplane.core.failpoints import failpoint
@@ -35,7 +35,7 @@ from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
 
 RESEND_S = 2.0
-"""Time without a response after which a call is resent under its number."""
+"""Time without a response after which a call is resent under its id."""
 RESEND_GROWTH = 1.5
 RESEND_MAX_S = 10.0
 _EXPIRED = SessionExpiredError.__name__
@@ -46,7 +46,7 @@ _NOT_PROCESSED = _NOT_EXECUTED | {
     InternalError.__name__,
     InvalidRequestError.__name__,
 }
-"""Errors after which the ledger may not have seen the call or its confirmed numbers."""
+"""Errors after which the ledger may not have seen the call or its confirmed ids."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class OutgoingCall:
     resend and of its deadline (`time.monotonic`). resend_s: the current interval of resends. doubted: a reply reported
     the end of the session, which is being checked or was checked."""
 
-    number: int
+    call_id: int
     command: type[c.Command]
     frames: list[bytes]
     since: float
@@ -74,7 +74,7 @@ class Calls:
     """The calls of one session, and whether calls are possible: the state that a channel and its heartbeat thread
     share. Thread-safe. No method blocks. `session` is the session as of the last connection. `_pid` is the process that
     opened it; a forked child can make no calls. `_lost_at` is the time at which the service was lost
-    (`time.monotonic`). `_lock` protects `_numbering`.
+    (`time.monotonic`). `_lock` protects `_call_ids`.
 
     on_doubt: called when a response reports that the service or the session ended; it must check this and return at
     once. It may run in any thread. Until the check is done, such responses are ignored: the service may restart
@@ -86,7 +86,7 @@ class Calls:
         self.on_doubt: Callable[[], None] = lambda: None
         self._reconnect_s = config.reconnect_s
         self._timeout_s = config.call_timeout_s
-        self._numbering = CallNumbers(session.number)
+        self._call_ids = CallIds(session.session_id)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._over: DataPlaneError | None = None
@@ -145,7 +145,7 @@ class Calls:
         confirmed: one that has arrived may not have reached its caller."""
         if isinstance(error, SessionInterruptedError):
             with self._lock:
-                self._numbering.confirms = False
+                self._call_ids.confirms = False
         # The first reason stays, unless the client itself was closed.
         is_closed = isinstance(error, ClientClosedError) and not isinstance(self._over, SessionInterruptedError)
         if self._over is None or is_closed:
@@ -166,23 +166,25 @@ class Calls:
     # --- calls
 
     def begin(self, command: c.Command, timeout_s: float | None = None) -> OutgoingCall:
-        """Number a command and return the call to send. The deadline of a command that can wait at the service is its
-        own timeout plus that of ordinary commands (`timeout_s`, default: `config.call_timeout_s`), so that the
-        service's response arrives first."""
+        """Return the call that sends a command.
+
+        The deadline of a command that can wait at the service is its own timeout plus that of
+        ordinary commands (`timeout_s`, default: `config.call_timeout_s`), so that the service's
+        response arrives first."""
         now = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         # These commands can wait at the service.
         if isinstance(command, c.Allocate | c.FindCells) or (isinstance(command, c.Claim) and command.blocking):
             limit_s += command.timeout_s
         with self._lock:
-            call = self._numbering.issue(command, now=now)
+            call = self._call_ids.issue(command, now=now)
         return self._outgoing(call, now, now + limit_s)
 
     def begin_post(self, command: c.Command) -> OutgoingCall:
         """Return a call to send without waiting for it; `due` returns it again until it is answered."""
         now = time.monotonic()
         with self._lock:
-            call = self._numbering.issue(command, now=now, posted=True)
+            call = self._call_ids.issue(command, now=now, posted=True)
         return self._outgoing(call, now, now + self._timeout_s)
 
     def prepare_resend(self, outgoing: OutgoingCall) -> list[bytes]:
@@ -199,9 +201,9 @@ class Calls:
         outgoing.resend_s = min(outgoing.resend_s * RESEND_GROWTH, RESEND_MAX_S)
         outgoing.resend_at = now + outgoing.resend_s
         with self._lock:
-            if not self._numbering.is_open(outgoing.number):
-                return outgoing.frames  # settled already: the numbering has forgotten its command
-            call = self._numbering.repeat(outgoing.number, now=now)
+            if not self._call_ids.is_open(outgoing.call_id):
+                return outgoing.frames  # settled already: `_call_ids` has forgotten its command
+            call = self._call_ids.repeat(outgoing.call_id, now=now)
         return zmq_frames.request(call)
 
     def ends_call(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> bool:
@@ -227,7 +229,7 @@ class Calls:
             self._record_answer(reply)
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
-        """Return the result of the call, or raise its error; after an interrupt, always raise. Record that its number
+        """Return the result of the call, or raise its error; after an interrupt, always raise. Record that its id
         is answered."""
         if isinstance(self._over, SessionInterruptedError):
             self.check_open()
@@ -255,15 +257,15 @@ class Calls:
         return True
 
     def _record_answer(self, reply: zmq_frames.Reply) -> None:
-        if reply.number:  # 0: the reply to a heartbeat, or to a message that the service could not parse
+        if reply.call_id:  # 0: the reply to a heartbeat, or to a message that the service could not parse
             with self._lock:
-                self._numbering.record_answer(reply.number, processed=reply.outcome not in _NOT_PROCESSED)
+                self._call_ids.record_answer(reply.call_id, processed=reply.outcome not in _NOT_PROCESSED)
 
-    def abandon(self, number: int) -> OutgoingCall | None:
+    def abandon(self, call_id: int) -> OutgoingCall | None:
         """Abandon a call. Return the posted call that undoes it, or None."""
         now = time.monotonic()
         with self._lock:
-            undo = self._numbering.abandon(number, now=now)
+            undo = self._call_ids.abandon(call_id, now=now)
         return None if undo is None else self._outgoing(undo, now, now + self._timeout_s)
 
     def due(self, *, all_of_them: bool = False) -> list[OutgoingCall]:
@@ -271,19 +273,19 @@ class Calls:
         now = time.monotonic()
         with self._lock:
             # A time in the future includes every posted call.
-            numbers = self._numbering.due(now + 1.0 if all_of_them else now - RESEND_S)
-            calls = [self._numbering.repeat(number, now=now) for number in numbers]
+            call_ids = self._call_ids.due(now + 1.0 if all_of_them else now - RESEND_S)
+            calls = [self._call_ids.repeat(call_id, now=now) for call_id in call_ids]
         return [self._outgoing(call, now, now + self._timeout_s) for call in calls]
 
     def _outgoing(self, call: c.Call, now: float, deadline: float) -> OutgoingCall:
-        """Encode a call. If that fails, settle its number and raise the error."""
+        """Encode a call. If that fails, settle its id and raise the error."""
         try:
             frames = zmq_frames.request(call)
         except BaseException:
             with self._lock:
-                self._numbering.record_answer(call.number, processed=False)
+                self._call_ids.record_answer(call.call_id, processed=False)
             raise
-        return OutgoingCall(call.number, type(call.command), frames, now, deadline, now + RESEND_S)
+        return OutgoingCall(call.call_id, type(call.command), frames, now, deadline, now + RESEND_S)
 
 
 class OpenChannel:
@@ -300,8 +302,8 @@ class OpenChannel:
 
     @property
     def session(self) -> int:
-        """The session's number."""
-        return self._calls.session.number
+        """The session's id."""
+        return self._calls.session.session_id
 
     @property
     def epoch(self) -> int:
@@ -351,7 +353,7 @@ class OpenChannel:
 
     def _abandon(self, outgoing: OutgoingCall) -> None:
         """Abandon a call and post the command that releases the resources that it may have acquired."""
-        undo = self._calls.abandon(outgoing.number)
+        undo = self._calls.abandon(outgoing.call_id)
         if undo is not None and not self._calls.over:
             self._send_once(undo)
 

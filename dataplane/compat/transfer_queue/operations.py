@@ -103,7 +103,7 @@ def locate_fields(
         return ()
     handles = c.Samples(rows=samples.rows, generations=samples.generations)
     reply = yield Send(c.Locate(partition=partition, samples=handles, fields=tuple(fields), missing_ok=True))
-    yield Post(c.Release(located=reply.number))
+    yield Post(c.Release(located=reply.call_id))
     locations: Sequence[c.FieldLocations] = reply.result.fields
     return locations
 
@@ -158,7 +158,7 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
         except (SampleNotFoundError, StaleSampleError):
             # Some are missing. List those that exist now, by handle; if one is cleared before that, locate again.
             reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True))
-            yield Post(c.Release(located=reply.number))
+            yield Post(c.Release(located=reply.call_id))
             exists = reply.result.rows >= 0  # -1: missing
             samples = c.Samples(rows=reply.result.rows[exists], generations=reply.result.generations[exists])
     raise TransferQueueError(

@@ -55,8 +55,8 @@ class Recorder:
     bounded.
 
     `_unix_s`: the difference between Unix time and `clock` at the start. `_dropped`: totals of partitions without
-    counters. `_reserved`: when the Allocate of an uncommitted put arrived, by (session, number). `_reading`: gets whose
-    Release was not answered yet, by (session, number).
+    counters. `_reserved`: when the Allocate of an uncommitted put arrived, by (session, call id). `_reading`: gets
+    whose Release was not answered yet, by (session, call id).
     `ops`: durations and outcomes by the type of the command or report. `_follow`: counts the details of a command.
     `_flow`, `_timeline`: what `flow` and `timeline` report.
 
@@ -158,7 +158,7 @@ class Recorder:
         return moved
 
     def _count_allocate(self, call: c.Call, command: c.Allocate, result: c.Allocated, began: float, now: float) -> None:
-        self._reserved.store((call.session, call.number), began)
+        self._reserved.store((call.session, call.call_id), began)
 
     def _count_abort(self, call: c.Call, command: c.Abort, result: c.Done, began: float, now: float) -> None:
         self._reserved.pop((call.session, command.reservation), None)
@@ -200,7 +200,7 @@ class Recorder:
         second.gets += samples
         second.get_bytes += nbytes
         reading = command.partition, command.fields, samples, nbytes, began
-        self._reading.store((call.session, call.number), reading)
+        self._reading.store((call.session, call.call_id), reading)
 
     def _count_release(self, call: c.Call, command: c.Release, result: c.Done, began: float, now: float) -> None:
         """Add the span of a get, which has read its bytes between its Locate and this Release."""

@@ -62,7 +62,7 @@ export function clock(time, withMillis = false) {
   return withMillis ? `${base}.${String(date.getMilliseconds()).padStart(3, "0")}` : base;
 }
 
-/** Returns the name of a client, or the number of its session if it has no name. */
+/** Returns the name of a client, or the id of its session if it has no name. */
 export function clientName(client, session) {
   return client || `session ${session}`;
 }

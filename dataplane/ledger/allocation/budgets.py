@@ -190,15 +190,15 @@ class Evictions:
         if not cells or not len(rows):
             return freed
         # For each cell its extent, and the number of rows up to the cell's.
-        numbers = np.concatenate(cells)
+        extent_ids = np.concatenate(cells)
         counts = np.tile(np.arange(1, len(rows) + 1), len(cells))
-        order = np.lexsort((counts, numbers))  # by extent, then by row
-        distinct, live, _ = tally(numbers[order], counts[order])
+        order = np.lexsort((counts, extent_ids))  # by extent, then by row
+        distinct, live, _ = tally(extent_ids[order], counts[order])
         last = counts[order][live.cumsum() - 1]  # the extent is freed with its last row
         complete = live == extents.live[distinct]  # no live cell of the extent belongs to another row
         distinct = distinct[complete]
         last = last[complete]
-        open_units = [unit.number for unit in self.state.units.values() if unit.open]
+        open_units = [unit.unit_id for unit in self.state.units.values() if unit.open]
         on_open_units = np.isin(extents.units[distinct], np.array(open_units, np.int32))
         np.add.at(freed[0], last, extents.sizes[distinct])
         np.add.at(freed[1], last, extents.sizes[distinct] * on_open_units)
@@ -263,7 +263,7 @@ class Pressure:
         """Update `pressed`, and the peaks of the units, after an input. Does nothing unless bytes were taken or freed.
         Of the partitions, it examines only those of these bytes."""
         state = self.state
-        # The numbers of the accounts that gained or lost bytes.
+        # The ids of the accounts that gained or lost bytes.
         moved = state.extents.moved
         state.extents.moved = set()
         if not moved:
@@ -271,7 +271,7 @@ class Pressure:
         for unit in state.units.values():
             unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
             self._update_gauge(unit, unit.used_bytes, unit.limit(update=False))
-        for partition in [state.budgeted[number] for number in sorted(moved) if number in state.budgeted]:
+        for partition in [state.budgeted[account_id] for account_id in sorted(moved) if account_id in state.budgeted]:
             limit = budget_limit(state, partition, update=False)  # not None: the partition has a budget
             self._update_gauge(partition, partition.account.used_bytes, limit or 0)
 
@@ -292,7 +292,7 @@ def _pressure_text(owner: Unit | Partition, used: int, limit: int) -> str:
         name = f"partition {owner.name!r}"
         of_budget = "of its budget "
     else:
-        name = f"storage unit {owner.number} ({owner.offer.name})"
+        name = f"storage unit {owner.unit_id} ({owner.offer.name})"
         of_budget = ""
     fraction = min(used / max(limit, 1), 1.0)
     beyond = max(used - limit, 0)
@@ -345,7 +345,7 @@ def out_of_space(
     largest = max((space.largest_bytes for space in open_spaces), default=0)
     closed_units = [
         (
-            f"storage unit {unit.number} ({unit.offer.name}), which is "
+            f"storage unit {unit.unit_id} ({unit.offer.name}), which is "
             + ("being drained," if unit.connected else "not connected,"),
             unit.space.capacity_bytes,
         )
@@ -361,7 +361,7 @@ def out_of_space(
         # Named only if it is the reason.
         fragments=sum(space.fragments for space in open_spaces) if enough_free and not behind else 0,
         largest_free_bytes=largest,
-        arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in growth_problems if why),
+        arena=" ".join(f"Storage unit {unit.unit_id} cannot grow: {why}" for unit, why in growth_problems if why),
         behind=behind,
     )
 
@@ -427,12 +427,12 @@ def _session_holdings(state: State, partition: Partition | None) -> list[tuple[s
     return holdings
 
 
-def _bytes_held(state: State, numbers: Int32s, partition: Partition | None) -> int:
+def _bytes_held(state: State, extent_ids: Int32s, partition: Partition | None) -> int:
     """Return the bytes of these extents, or of those among them that belong to the partition."""
     extents = state.extents
     if partition is not None:
-        of_partition = extents.owners[numbers] == partition.account.number
+        of_partition = extents.owners[extent_ids] == partition.account.account_id
         if not some(of_partition):
             return 0
-        numbers = numbers[of_partition]
-    return extents.bytes_of(numbers)
+        extent_ids = extent_ids[of_partition]
+    return extents.bytes_of(extent_ids)

@@ -77,16 +77,16 @@ class Reservations:
         self.liveness = liveness
         self.evictions = Evictions(state)
 
-    def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
-        """Return the reservation of call `number`, or None if the call was parked. The samples that the put
+    def allocate(self, session: Session, call_id: int, command: Allocate) -> Allocated | None:
+        """Return the reservation of call `call_id`, or None if the call was parked. The samples that the put
         names are protected from eviction while it lasts."""
         partition = self.state.partition(command.partition)
-        if not self.state.has_waiting_put(partition.account.number):
+        if not self.state.has_waiting_put(partition.account.account_id):
             partition.outlook = None  # it is kept up to date only while puts wait
         self._check_command(partition, command)
         want = Want(session, command)
         self._check_can_ever_fit(partition, want)
-        parked = ParkedAllocate(session, number, self.state.now, command, partition, want)
+        parked = ParkedAllocate(session, call_id, self.state.now, command, partition, want)
         self.state.protect_targets(parked)
         try:
             return self._serve_or_park(parked)
@@ -116,7 +116,7 @@ class Reservations:
         if asking.command.moving:  # moves of all partitions wait in one line
             return bool(self.state.moves), self._update_before_moves()
         blocker = None
-        turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.number}))
+        turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.account_id}))
         for parked in turns:
             if parked is asking:  # it waits itself, and the others are later
                 break
@@ -186,13 +186,13 @@ class Reservations:
             return None
         return self._create_reservation(parked, pieces)
 
-    def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
+    def preallocate(self, session: Session, call_id: int, command: Preallocate) -> Preallocated:
         """Reserve space for later small puts of the session, in a unit that it has mapped. Raises InvalidRequestError
         for another unit, CapacityTimeoutError if the unit is not open or has too little space for new rows, if no free
         range is large enough, or if a waiting put needs the space."""
         unit = self.state.units.get(command.unit)
-        if unit is None or unit.number not in session.attached:
-            raise InvalidRequestError(f"session {session.number} has not mapped the arena of unit {command.unit}")
+        if unit is None or unit.unit_id not in session.attached:
+            raise InvalidRequestError(f"session {session.session_id} has not mapped the arena of unit {command.unit}")
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
         nbytes = granules_up(command.nbytes)
@@ -205,8 +205,8 @@ class Reservations:
             raise CapacityTimeoutError(
                 wanted_bytes=nbytes, free_bytes=max(unit.available_bytes(update=False), 0), waited_s=0.0, holders=[]
             )
-        extent = self.state.extents.reserve(unit.number, offset, nbytes)
-        session.reservations[number] = Preallocation(unit.number, unit.epoch, extent, offset)
+        extent = self.state.extents.reserve(unit.unit_id, offset, nbytes)
+        session.reservations[call_id] = Preallocation(unit.unit_id, unit.epoch, extent, offset)
         self.grow_ahead(unit)
         return Preallocated(offset=offset, checksums=_checksums_are_wanted(self.state, session, [unit]))
 
@@ -251,7 +251,7 @@ class Reservations:
         resting.difference_update(loosened)  # their accounts changed
         for parked in turns:
             partition = parked.partition
-            account = partition.account.number
+            account = partition.account.account_id
             if account in loosened and partition.outlook is not None:
                 partition.outlook.gain = None  # it may be more now
             # Behind another put, only eviction can make space for this one.
@@ -412,7 +412,7 @@ class Reservations:
             for unit in units:  # those that failed to grow earlier, if it is time to retry
                 self._order_growth(unit, retry_target(unit, want.total, self.state.now))
             return None
-        for unit in {piece.unit.number: piece.unit for piece in pieces}.values():  # each unit once
+        for unit in {piece.unit.unit_id: piece.unit for piece in pieces}.values():  # each unit once
             self.grow_ahead(unit)
         return pieces
 
@@ -422,7 +422,7 @@ class Reservations:
             if not unit.asked:  # a larger order keeps the time of the pending one
                 unit.ordered_at = self.state.now
             unit.asked = backed_bytes
-            self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
+            self.state.out.append(GrowArena(unit=unit.unit_id, backed_bytes=backed_bytes))
 
     def _create_reservation(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
         """Create the reservation from pieces that were taken, and return the result of the call. The reservation takes
@@ -438,15 +438,15 @@ class Reservations:
         placements = []
         for piece in pieces:
             unit = piece.unit
-            extent = self.state.extents.reserve(unit.number, piece.offset, piece.size, account)
+            extent = self.state.extents.reserve(unit.unit_id, piece.offset, piece.size, account)
             reservation.pieces[piece.column].append(ReservedPiece(piece.first, piece.last, extent, piece.offset))
-            reservation.epochs[unit.number] = unit.epoch
+            reservation.epochs[unit.unit_id] = unit.epoch
             placements.append(
                 Placement(
-                    column=piece.column, first=piece.first, last=piece.last, unit=unit.number, offset=piece.offset
+                    column=piece.column, first=piece.first, last=piece.last, unit=unit.unit_id, offset=piece.offset
                 )
             )
-        parked.session.reservations[parked.number] = reservation
+        parked.session.reservations[parked.call_id] = reservation
         with_checksums = _checksums_are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
         return Allocated(placements=tuple(placements), checksums=with_checksums, evicted=parked.evicted[:REPORTED])
 
@@ -473,7 +473,7 @@ def _near(session: Session, unit: Unit) -> bool:
     """Whether the session has mapped the unit's arena or can map it: it is on the same host and
     uses shared memory (it has a `lock_path`). The mapping is only reported just before the
     session's first copy."""
-    return unit.number in session.attached or (bool(session.lock_path) and session.host == unit.host)
+    return unit.unit_id in session.attached or (bool(session.lock_path) and session.host == unit.host)
 
 
 class PreallocatedPut(PutReservation):

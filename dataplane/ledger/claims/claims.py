@@ -83,7 +83,7 @@ class Claims:
     Parked claims that wait for the same samples share a watch (`state.watches`), which counts for them. A claim with a
     `step` gets its rank's share of the step's selection, which the first such claim deals to all ranks (`shares`).
 
-    The methods that take (session, number, command) execute call `number` of that session. A method that returns None
+    The methods that take (session, call_id, command) execute call `call_id` of that session. A method that returns None
     has parked the call, which is answered later. `ack`, `nack` and `extend` first do what they can, then raise
     StaleSampleError for the other samples (`_Named.result`)."""
 
@@ -92,12 +92,12 @@ class Claims:
 
     # --- claiming
 
-    def claim(self, session: Session, number: int, command: c.Claim) -> c.Claimed | None:
+    def claim(self, session: Session, call_id: int, command: c.Claim) -> c.Claimed | None:
         """Return the claimed samples, or None if the call was parked."""
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         self._check_claim(partition, command)
-        parked = ParkedClaim(session, number, self.state.now, command, partition)
+        parked = ParkedClaim(session, call_id, self.state.now, command, partition)
         if command.samples is not None:
             return self._claim_named(parked, task, command.samples)
         parked.ready_index = partition.ready_index(task, command.fields, limit=self.state.limits.interests)
@@ -281,9 +281,9 @@ class Claims:
             partition.update_after_claims(task, rows)
             # Other claims may now take the last, smaller batch, or find a group incomplete.
             state.touch(partition)
-            session.unconfirmed[parked.number] = UnconfirmedClaim(partition, task, rows.copy(), claim_id)
+            session.unconfirmed[parked.call_id] = UnconfirmedClaim(partition, task, rows.copy(), claim_id)
             if command.lease_s is not None:
-                self._begin_lease(partition, task, rows, claim_id, session.number, command.lease_s)
+                self._begin_lease(partition, task, rows, claim_id, session.session_id, command.lease_s)
         return result
 
     def _begin_lease(
@@ -334,7 +334,7 @@ class Claims:
 
     # --- after a claim
 
-    def ack(self, session: Session, number: int, command: c.Ack) -> c.ClaimsSettled:
+    def ack(self, session: Session, call_id: int, command: c.Ack) -> c.ClaimsSettled:
         """Acknowledge leased samples: end their leases and keep them claimed."""
         named = self._resolve_named(command, command.claims)
         leased = named.leased
@@ -345,7 +345,7 @@ class Claims:
             self.state.touch(named.partition)
         return named.result(command, leased)
 
-    def nack(self, session: Session, number: int, command: c.Nack) -> c.ClaimsSettled:
+    def nack(self, session: Session, call_id: int, command: c.Nack) -> c.ClaimsSettled:
         """Make the samples that the command's claims hold unclaimed again; without claim ids, all named samples except
         those on lease. Samples that are unclaimed already count as returned."""
         named = self._resolve_named(command, command.claims)
@@ -354,7 +354,7 @@ class Claims:
         self.state.return_rows(named.partition, named.task, named.rows[returnable & ~unclaimed])
         return named.result(command, returnable | unclaimed)
 
-    def extend(self, session: Session, number: int, command: c.Extend) -> c.ClaimsSettled:
+    def extend(self, session: Session, call_id: int, command: c.Extend) -> c.ClaimsSettled:
         """Set the end of the samples' leases to `lease_s` from now."""
         _check_lease(command.lease_s)
         named = self._resolve_named(command, command.claims)
@@ -366,7 +366,7 @@ class Claims:
             self.state.leases.prolong(named.task.claim_ids[rows], command.lease_s, end)
         return named.result(command, leased)
 
-    def consumption(self, session: Session, number: int, command: c.CheckConsumption) -> c.Consumption:
+    def consumption(self, session: Session, call_id: int, command: c.CheckConsumption) -> c.Consumption:
         """Return whether the partition is complete and all of the tasks have consumed every live sample."""
         partition = self.state.partition(command.partition)
         tasks = [partition.task(name) for name in command.tasks]

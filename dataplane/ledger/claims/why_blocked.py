@@ -94,26 +94,26 @@ def _group_counts(
 
 def _last_writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple[Writer, ...]:
     """Return the sessions that wrote last to the partition, and the last writer of each field; latest first."""
-    last_writes = dict(list(partition.writers.items())[-NAMED:])  # session number -> (client name, time)
+    last_writes = dict(list(partition.writers.items())[-NAMED:])  # session id -> (client name, time)
     fields_by_session: dict[int, list[str]] = {}
     for name in fields:
         writers = [field.writer for field in partition.columns_of(name) if field.writer is not None]
         if writers:
-            number, client, when = max(writers, key=lambda writer: writer[2])  # by time
-            fields_by_session.setdefault(number, []).append(name)
-            last_writes.setdefault(number, (client, when))  # `partition.writers` is at least as late
+            session_id, client, when = max(writers, key=lambda writer: writer[2])  # by time
+            fields_by_session.setdefault(session_id, []).append(name)
+            last_writes.setdefault(session_id, (client, when))  # `partition.writers` is at least as late
     result = [
         Writer(
-            session=number,
+            session=session_id,
             name=client,
             ago_s=state.now - when,
-            live=number in state.sessions and state.sessions[number].live,
-            fields=tuple(fields_by_session.get(number, ())),
+            live=session_id in state.sessions and state.sessions[session_id].live,
+            fields=tuple(fields_by_session.get(session_id, ())),
         )
-        for number, (client, when) in last_writes.items()
+        for session_id, (client, when) in last_writes.items()
     ]
     # Several may have written at the same ledger time: then the order of `partition.writers` decides.
-    write_order = {number: position for position, number in enumerate(partition.writers)}
+    write_order = {session_id: position for position, session_id in enumerate(partition.writers)}
     return tuple(
         sorted(result, key=lambda writer: (writer.ago_s, -write_order.get(writer.session, -1), writer.session))
     )

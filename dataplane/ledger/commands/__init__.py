@@ -1,7 +1,7 @@
 """Inputs and outputs of the ledger: plain values that can be serialized and replayed.
 
-Inputs are either a `Call` (a numbered command of a client's session) or an unnumbered report of the shell or of
-a storage unit (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
+Inputs are either a `Call` (a command of a client's session, with its call id) or a report, without an id, of the
+shell or of a storage unit (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
 `SessionGone`, `SessionAlive`, `Grown`, `Restarted`, `Tick`). Outputs are
 answers (`Answer`, `Opened`, `UnitAdded`), orders to units (`UnitOrder`) and log entries (`Notice`).
 

@@ -1,4 +1,4 @@
-"""Inputs of the ledger: numbered calls, and reports of the shell and of the storage units.
+"""Inputs of the ledger: calls, and reports of the shell and of the storage units.
 
 Outputs of the ledger (`Output`): answers, orders to storage units, and log entries.
 """
@@ -27,14 +27,14 @@ class Input(Value, frozen=True, kw_only=True, tag=True, array_like=True):
 
 
 class Call(Input, frozen=True, kw_only=True):
-    """A numbered command of a session. `number` counts up from 1 within the session. `watermark` is the
-    session's lowest unanswered number. `confirmed` lists answered numbers above the watermark as inclusive
+    """A command of a session. `call_id` counts up from 1 within the session. `watermark` is the
+    session's lowest unanswered call id. `confirmed` lists answered call ids above the watermark as inclusive
     ranges: first and last of one range, then of the next. The ledger forgets answers below the watermark or in
     `confirmed`, makes their claims final, and refuses late repetitions of these calls. A client repeats a
-    confirmed number until a call that carried it is answered."""
+    confirmed call until a call that carried it is answered."""
 
     session: Natural
-    number: Natural
+    call_id: Natural
     watermark: Natural
     command: AnyCommand
     confirmed: tuple[Natural, ...] = ()
@@ -43,7 +43,7 @@ class Call(Input, frozen=True, kw_only=True):
 class OpenSession(Input, frozen=True, kw_only=True):
     """Open a session, or continue one. Output: `Opened`. `nonce` lets a retry find the same session. `host` is
     the client's boot id. A client that continues a session, possibly in another epoch of the service, sends the
-    session's number (`session`) and the `epoch` that it expects; it never gets another number. `lock_path` is
+    session's id (`session`) and the `epoch` that it expects; it never gets another id. `lock_path` is
     the file that the client process keeps locked while it runs; "" for a client that never uses shared memory."""
 
     nonce: str
@@ -71,8 +71,8 @@ class AddUnit(Input, frozen=True, kw_only=True):
     """A storage unit offers its arena. Output: `UnitAdded`.
 
     An offer with a known cookie is the same unit coming back if its epoch is higher, or if its epoch is the same and it
-    follows `UnitLost` or carries the unit's number (`unit`). Otherwise it is refused. An offer with a number but an
-    unknown cookie is refused too: its number comes from a service that lost its state.
+    follows `UnitLost` or carries the unit's id (`unit`). Otherwise it is refused. An offer with an id but an
+    unknown cookie is refused too: its id comes from a service that lost its state.
 
     `instead_of` is the cookie of the unit's previous arena, which is lost with its rows.
     `anew`: the unit lost its arena and cannot name it. If `instead_of` is unknown too, all disconnected units of its
@@ -164,7 +164,7 @@ class Output(Value, frozen=True, kw_only=True):
 
 
 class Opened(Output, frozen=True, kw_only=True):
-    """The result of the `OpenSession` with this nonce: the number of the session and the storage units, or `error`."""
+    """The result of the `OpenSession` with this nonce: the id of the session and the storage units, or `error`."""
 
     nonce: str
     session: int = 0
@@ -174,7 +174,7 @@ class Opened(Output, frozen=True, kw_only=True):
 
 
 class UnitAdded(Output, frozen=True, kw_only=True):
-    """The result of the `AddUnit` with this cookie: the number of the unit, or `error`."""
+    """The result of the `AddUnit` with this cookie: the id of the unit, or `error`."""
 
     cookie: str
     unit: int = 0
@@ -189,10 +189,10 @@ class UnitDropped(Output, frozen=True, kw_only=True):
 
 
 class Answer(Output, frozen=True, kw_only=True):
-    """The only answer to call `number` of `session`. `result` is a `Result` or the error to raise."""
+    """The only answer to call `call_id` of `session`. `result` is a `Result` or the error to raise."""
 
     session: int
-    number: int
+    call_id: int
     result: Result | DataPlaneError
 
 

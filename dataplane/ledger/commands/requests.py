@@ -111,7 +111,7 @@ class Describe(Answered[Described], frozen=True, kw_only=True):
 
 
 class Allocate(Answered[Allocated], frozen=True, kw_only=True):
-    """Reserve space for a put. Answered `Allocated`. The number of this call names the reservation.
+    """Reserve space for a put. Answered `Allocated`. The id of this call names the reservation.
 
     If there is no space, the call waits up to `timeout_s` or fails, according to `on_full`. Waiting calls are served in
     order of arrival, updates before new rows (`update=False`). A call that waits for the budget of its partition holds
@@ -167,7 +167,7 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     `offset`, `reservation` is a `Preallocate`: the columns lie one after another from that byte of the arena,
     each from its own granule, and a fault keeps the space reserved. Samples given by handles imply mode update.
 
-    `located` is the number of a Locate that still pins its cells. Those cells must still be where it found them
+    `located` is the id of a Locate that still pins its cells. Those cells must still be where it found them
     (`expected`, its answer for the same samples), or still be missing, else `RowsChangedError`.
 
     With `listed`, the answer has fields and tags of the samples, as a List right after the commit would.
@@ -191,7 +191,7 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
 
 
 class Locate(Answered[Located], frozen=True, kw_only=True):
-    """Return where the fields of the samples are, and pin them under this call's number. Answered `Located`.
+    """Return where the fields of the samples are, and pin them under this call's id. Answered `Located`.
 
     With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation
     0) are not errors, and the answer includes variants (`schema.variants_of`).
@@ -368,7 +368,7 @@ class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
 
 class Save(Answered[Saved], frozen=True, kw_only=True):
     """Snapshot these partitions (none named: all that are not staged) at this instant, and pin all their bytes
-    until `Release` of this call's number. Answered `Saved`; `ReadSaved` returns the contents in parts.
+    until `Release` of this call's id. Answered `Saved`; `ReadSaved` returns the contents in parts.
 
     A sample counts as claimed by a task only if the claim is final. A sample on lease, held for a rank, or in an
     answer that its session has not confirmed counts as unclaimed, because sessions are not saved.
@@ -421,7 +421,7 @@ class Drain(Answered[Done], frozen=True, kw_only=True):
 
 
 class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
-    """Find some cells of one field that lie on the unit, by address, and pin them under this call's number.
+    """Find some cells of one field that lie on the unit, by address, and pin them under this call's id.
     Answered `FoundCells`.
 
     Returns at most `max_cells` (more only if they share bytes) and `max_bytes` of distinct values, at least one;

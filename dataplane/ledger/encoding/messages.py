@@ -56,11 +56,11 @@ def decode_request(message: bytes) -> CallersInput:
     return item
 
 
-def number_of(message: bytes) -> int:
-    """Return the number of the call in a message that `decode_request` rejects; 0 if it has none."""
+def call_id_of(message: bytes) -> int:
+    """Return the id of the call in a message that `decode_request` rejects; 0 if it has none."""
     try:
         items = _split.decode(message)
-        return _number.decode(items[2]) if _text.decode(items[0]) == c.Call.__name__ else 0
+        return _integer.decode(items[2]) if _text.decode(items[0]) == c.Call.__name__ else 0
     except (*MALFORMED, IndexError):
         return 0
 
@@ -137,7 +137,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
-_number = msgspec.msgpack.Decoder(int)
+_integer = msgspec.msgpack.Decoder(int)
 
 
 def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:

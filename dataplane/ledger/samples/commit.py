@@ -57,7 +57,7 @@ class Commits:
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def commit(self, session: Session, number: int, command: Commit) -> Committed:
+    def commit(self, session: Session, call_id: int, command: Commit) -> Committed:
         """Commit a put. After an error, the values of all samples are as before and the reservation is freed;
         preallocated space stays reserved. Consumed samples that were evicted to make space stay evicted."""
         # The space to free after an error. `_find_reservation` checks it, and may refuse it.
@@ -88,7 +88,7 @@ class Commits:
         partition.notify_watches(rows)
         # Record the write for `why_blocked`, and let waiting claims and puts be evaluated again.
         fields = [column.name for column in command.columns] if len(rows) else ()
-        partition.record_write(session.number, session.name, self.state.now, fields)
+        partition.record_write(session.session_id, session.name, self.state.now, fields)
         if written or len(named.unborn):
             partition.update_after_write(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
@@ -117,7 +117,7 @@ class Commits:
             return ()
         update = not len(named.unborn)
         wanted = reservation.total_bytes
-        another_waits = partition.account.number in self.state.space_waiters[update]
+        another_waits = partition.account.account_id in self.state.space_waiters[update]
         excess = budget_excess(self.state, partition, wanted, update=update)
         evicted: tuple[str, ...] | None = None
         if not another_waits:
@@ -143,7 +143,7 @@ class Commits:
         reservation = session.reservations.get(command.reservation)
         if reservation is None:
             raise InvalidRequestError(
-                f"session {session.number} has no reservation {command.reservation}: "
+                f"session {session.session_id} has no reservation {command.reservation}: "
                 "it was aborted, committed before, or never made"
             )
         self.check_units(reservation)
@@ -164,26 +164,26 @@ class Commits:
 
     def check_units(self, reservation: ReservedSpace) -> None:
         """Check that all bytes of the space still exist. Raises StorageUnitError or ServiceRestartedError."""
-        for number, epoch in reservation.epochs.items():
-            self._check_unit(number, epoch)
+        for unit_id, epoch in reservation.epochs.items():
+            self._check_unit(unit_id, epoch)
         if reservation.broken:
             raise ServiceRestartedError(  # 0: some earlier epoch
                 expected_epoch=self.state.epoch, got_epoch=0, what="some of the space that a unit reserved for this put"
             )
 
-    def _check_unit(self, number: int, epoch: int) -> None:
+    def _check_unit(self, unit_id: int, epoch: int) -> None:
         """Check that the unit is in use, and in the epoch of the reservation: a later epoch lost the bytes."""
-        unit = self.state.units.get(number)
+        unit = self.state.units.get(unit_id)
         if unit is None:
             why = "it was dropped from the service, with the space reserved for this put; repeat the put"
-            raise StorageUnitError(unit=number, endpoint="", why=why)
+            raise StorageUnitError(unit=unit_id, endpoint="", why=why)
         if unit.epoch != epoch:
-            what = f"the space reserved in storage unit {number}"
+            what = f"the space reserved in storage unit {unit_id}"
             raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
         if not (unit.connected or unit.awaited):  # an awaited unit may still be running
             endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
             why = "its connection to the controller is lost; repeat the put"
-            raise StorageUnitError(unit=number, endpoint=endpoint, why=why)
+            raise StorageUnitError(unit=unit_id, endpoint=endpoint, why=why)
 
     def _resolve_samples(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
         """Resolve the samples of the commit to rows, and check that its mode allows them. Samples named by row and
@@ -278,7 +278,7 @@ class Commits:
     def _check_unchanged(
         self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s
     ) -> None:
-        """Check that the cells that the `Locate` call number `located` found (`command.expected`) are unchanged: same
+        """Check that the cells that `Locate` call `located` found (`command.expected`) are unchanged: same
         place and length (empty and missing cells have no place). The call's pins keep other cells from taking their
         places. Raises RowsChangedError."""
         if located not in session.pins:

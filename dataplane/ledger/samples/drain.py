@@ -39,15 +39,15 @@ class Page(NamedTuple):
 
 
 class Drains:
-    """Executes `Drain`, `FindCells` and `Move`. The methods that take (session, number, command) execute
-    call `number` of that session. A reservation is the space for copies, `pinned` are the extents in
+    """Executes `Drain`, `FindCells` and `Move`. The methods that take (session, call_id, command) execute
+    call `call_id` of that session. A reservation is the space for copies, `pinned` are the extents in
     which the cells were found. `commits` has the rules that moves share with puts."""
 
     def __init__(self, state: State, commits: Commits) -> None:
         self.state = state
         self.commits = commits
 
-    def drain(self, session: Session, number: int, command: Drain) -> Done:
+    def drain(self, session: Session, call_id: int, command: Drain) -> Done:
         """Mark the unit as draining, or with `undo` end that. Waiting puts are evaluated again. Raises DrainError if no
         other unit has space, unless `force` is set or the unit is draining already."""
         unit = self.state.unit(command.unit)
@@ -65,7 +65,7 @@ class Drains:
         full = " (the others are full)" if others else ""
         _, facts = self._unit_facts(unit)
         raise DrainError(
-            unit=unit.number,
+            unit=unit.unit_id,
             cells=facts.cells,
             live=dict(facts.live),
             reserved_bytes=facts.reserved_bytes,
@@ -76,7 +76,7 @@ class Drains:
 
     # --- finding
 
-    def find(self, session: Session, number: int, command: FindCells) -> FoundCells | None:
+    def find(self, session: Session, call_id: int, command: FindCells) -> FoundCells | None:
         """Find and pin cells on the unit. Without cells, return only the facts about it, or None if the call was
         parked."""
         if command.max_cells < 1 or command.max_bytes < 1 or not command.timeout_s >= 0:  # or NaN
@@ -85,11 +85,11 @@ class Drains:
                 "max_cells and max_bytes must be at least 1, timeout_s must not be negative"
             )
         unit = self.state.unit(command.unit)
-        found = self._pin_first_cells(session, number, unit, command)
+        found = self._pin_first_cells(session, call_id, unit, command)
         # Without cells, only a unit that is still in use can get some, or become empty.
         if found.rows.size or not _reports_use(found) or not command.timeout_s:
             return found
-        self.state.park(ParkedFind(session, number, self.state.now, command))
+        self.state.park(ParkedFind(session, call_id, self.state.now, command))
         return None
 
     def serve_waiting(self) -> None:
@@ -109,28 +109,28 @@ class Drains:
         if unit is None:
             return InvalidRequestError(f"storage unit {parked.command.unit} was dropped while the call waited")
         if len(self._live_extents_on(unit)) or not self._is_in_use(unit):
-            return self._pin_first_cells(parked.session, parked.number, unit, parked.command)
+            return self._pin_first_cells(parked.session, parked.call_id, unit, parked.command)
         return None
 
     def timeout_result(self, parked: ParkedFind) -> FoundCells:
         """Return the cells that exist at the deadline."""
         unit = self.state.unit(parked.command.unit)
-        return self._pin_first_cells(parked.session, parked.number, unit, parked.command)
+        return self._pin_first_cells(parked.session, parked.call_id, unit, parked.command)
 
     def _live_extents_on(self, unit: Unit) -> Int32s:
         """Return the unit's extents with live cells."""
         extents = self.state.extents
-        numbers = extents.of_unit(unit.number)
-        live: Int32s = numbers[extents.states[numbers] == LIVE]
+        extent_ids = extents.of_unit(unit.unit_id)
+        live: Int32s = extent_ids[extents.states[extent_ids] == LIVE]
         return live
 
     def _is_in_use(self, unit: Unit) -> bool:
         """Whether the unit has reserved or pinned extents."""
         extents = self.state.extents
-        numbers = extents.of_unit(unit.number)
-        return some((extents.states[numbers] == RESERVED) | (extents.pins[numbers] > 0))
+        extent_ids = extents.of_unit(unit.unit_id)
+        return some((extents.states[extent_ids] == RESERVED) | (extents.pins[extent_ids] > 0))
 
-    def _pin_first_cells(self, session: Session, number: int, unit: Unit, command: FindCells) -> FoundCells:
+    def _pin_first_cells(self, session: Session, call_id: int, unit: Unit, command: FindCells) -> FoundCells:
         """Pin and return the first cells on the unit, or only the facts about it if it has none."""
         extents = self.state.extents
         partitions, facts = self._unit_facts(unit)
@@ -144,7 +144,7 @@ class Drains:
             first_rows = page.rows[page.firsts]
             pinned = np.unique(field.extents[rows])
             extents.pin(pinned)
-            session.pins[number] = pinned
+            session.pins[call_id] = pinned
             return msgspec.structs.replace(
                 facts,
                 partition=partition.name,
@@ -163,12 +163,12 @@ class Drains:
         """Return the partitions that have cells on the unit, and the result of `FindCells` without cells: how many
         cells and bytes are live, reserved and pinned on the unit."""
         extents = self.state.extents
-        numbers = extents.of_unit(unit.number)
-        states = extents.states[numbers]
-        sizes = extents.sizes[numbers]
-        live = numbers[states == LIVE]
+        extent_ids = extents.of_unit(unit.unit_id)
+        states = extents.states[extent_ids]
+        sizes = extents.sizes[extent_ids]
+        live = extent_ids[states == LIVE]
         reserved = states == RESERVED
-        by_account = {partition.account.number: partition for partition in self.state.partitions.values()}
+        by_account = {partition.account.account_id: partition for partition in self.state.partitions.values()}
         owners = extents.owners[live]
         live_sizes = extents.sizes[live]
         live_bytes = {by_account[owner]: int(live_sizes[owners == owner].sum()) for owner in np.unique(owners).tolist()}
@@ -185,7 +185,7 @@ class Drains:
             live={partition.name: nbytes for partition, nbytes in live_bytes.items()},
             reserved=int(np.count_nonzero(reserved)),
             reserved_bytes=int(sizes[reserved].sum()),
-            pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
+            pinned_bytes=int(sizes[extents.pins[extent_ids] > 0].sum()),
             holders=self._holding_sessions(unit),
         )
         return list(live_bytes), facts
@@ -214,8 +214,8 @@ class Drains:
         count = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)  # at least one value
         return Page(rows[values < count], values[values < count], firsts[:count])
 
-    def _are_on(self, unit: Unit, numbers: Int32s) -> Bools:
-        on_unit: Bools = self.state.extents.units[numbers] == unit.number
+    def _are_on(self, unit: Unit, extent_ids: Int32s) -> Bools:
+        on_unit: Bools = self.state.extents.units[extent_ids] == unit.unit_id
         return on_unit
 
     def _holding_sessions(self, unit: Unit) -> tuple[str, ...]:
@@ -223,7 +223,7 @@ class Drains:
         labels = []
         for session in self.state.sessions.values():
             reserved = [reservation.extents() for reservation in session.reservations.values()]
-            if any(some(self._are_on(unit, numbers)) for numbers in (*reserved, *session.pins.values())):
+            if any(some(self._are_on(unit, extent_ids)) for extent_ids in (*reserved, *session.pins.values())):
                 labels.append(session.label)
             if len(labels) == HOLDERS:
                 break
@@ -231,12 +231,14 @@ class Drains:
 
     # --- moving
 
-    def move(self, session: Session, number: int, command: Move) -> Moved:
+    def move(self, session: Session, call_id: int, command: Move) -> Moved:
         """Point unchanged cells at their copies, and release the pins and the reservation. Cells that changed since
         they were found are skipped. An error frees the reservation, but not the pins."""
         held = session.reservations.get(command.reservation)
         if not isinstance(held, PutReservation) or not held.moving:
-            raise InvalidRequestError(f"session {session.number} has no reservation {command.reservation} for a move")
+            raise InvalidRequestError(
+                f"session {session.session_id} has no reservation {command.reservation} for a move"
+            )
         try:
             partition, field = self._check_move(session, command, held)
             kept = self._unchanged_positions(command, partition, field, session.pins[command.located])
@@ -335,10 +337,10 @@ class Drains:
         extents.unpin(pinned)  # frees the old bytes, unless readers use them: before the new ones are charged
         # Space for moved cells has had no account until now. The values of skipped cells are trimmed.
         for piece in pieces:
-            number = piece.extent
-            if number not in unused:  # a moved cell points at it
-                extents.adopt(number, partition.account)
-                extents.trim(number)
+            extent_id = piece.extent
+            if extent_id not in unused:  # a moved cell points at it
+                extents.adopt(extent_id, partition.account)
+                extents.trim(extent_id)
         if unused:
             extents.free(np.array(unused, np.int32))
 

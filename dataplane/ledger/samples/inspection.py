@@ -101,17 +101,17 @@ class Inspection:
     def _show_cell(self, name: str, field: Field, row: int) -> c.ShownCell:
         """Return where the row's cell is, and whether other rows share its value."""
         extents = self.state.extents
-        number = int(field.extents[row])
+        extent_id = int(field.extents[row])
         # Empty values take no bytes that could be shared.
-        same_value = (field.extents == number) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
+        same_value = (field.extents == extent_id) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
         return c.ShownCell(
             field=field_of(name),
             spec=field.spec,
-            unit=int(extents.units[number]),
+            unit=int(extents.units[extent_id]),
             offset=int(field.offsets[row]),
             length=int(field.lengths[row]),
             size_bytes=int(field.bytes_of(np.array([row]))[0]),
-            pinned=bool(extents.pins[number]),
+            pinned=bool(extents.pins[extent_id]),
             shared=bool(np.count_nonzero(same_value) > 1),
         )
 
@@ -143,22 +143,22 @@ class Inspection:
         space = unit.space
         cell_bytes = max(ceil_div(space.capacity_bytes, _check_intervals("cells", command.cells)), 1)
         edges = np.arange(ceil_div(space.capacity_bytes, cell_bytes) + 1, dtype=np.int64) * cell_bytes
-        numbers = extents.of_unit(unit.number)
-        states = extents.states[numbers]
-        pinned = extents.pins[numbers] > 0
+        extent_ids = extents.of_unit(unit.unit_id)
+        states = extents.states[extent_ids]
+        pinned = extents.pins[extent_ids] > 0
         return c.MemoryMap(
-            unit=unit.number,
+            unit=unit.unit_id,
             capacity_bytes=space.capacity_bytes,
             backed_bytes=space.backed_bytes,
             cell_bytes=cell_bytes,
-            live=_bytes_between(extents, numbers[states == LIVE], edges),
-            reserved=_bytes_between(extents, numbers[states == RESERVED], edges),
-            retired=_bytes_between(extents, numbers[states == RETIRED], edges),
-            pinned=_bytes_between(extents, numbers[pinned], edges),
+            live=_bytes_between(extents, extent_ids[states == LIVE], edges),
+            reserved=_bytes_between(extents, extent_ids[states == RESERVED], edges),
+            retired=_bytes_between(extents, extent_ids[states == RETIRED], edges),
+            pinned=_bytes_between(extents, extent_ids[pinned], edges),
             free_bytes=space.free_bytes,
             largest_free_bytes=space.largest_bytes,
             fragments=space.fragments,
-            extents=len(numbers),
+            extents=len(extent_ids),
         )
 
     def waits(self, command: c.Waits) -> c.WaitList:
@@ -245,15 +245,17 @@ def _pick_rows(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
     return rows[np.concatenate(positions)], firsts
 
 
-def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.Int64s:
+def _bytes_between(extents: Extents, extent_ids: c.Int32s, edges: c.Int64s) -> c.Int64s:
     """Return how many bytes of these extents lie between each two successive edges, which are addresses."""
-    starts = extents.starts[numbers]
-    sizes = extents.sizes[numbers]
-    with_record = numbers[extents.is_several[numbers]].tolist()
-    pieces = [piece for number in with_record for piece in extents.several[number].pieces or ()]
+    starts = extents.starts[extent_ids]
+    sizes = extents.sizes[extent_ids]
+    with_record = extent_ids[extents.is_several[extent_ids]].tolist()
+    pieces = [piece for extent_id in with_record for piece in extents.several[extent_id].pieces or ()]
     if pieces:
         # A trimmed extent holds only its pieces.
-        is_trimmed = np.isin(numbers, [number for number in with_record if extents.several[number].pieces is not None])
+        is_trimmed = np.isin(
+            extent_ids, [extent_id for extent_id in with_record if extents.several[extent_id].pieces is not None]
+        )
         starts = np.concatenate([starts[~is_trimmed], [start for start, _ in pieces]])
         sizes = np.concatenate([sizes[~is_trimmed], [size for _, size in pieces]])
     order = starts.argsort(kind="stable")
@@ -275,7 +277,7 @@ def _claim_wait(parked: ParkedClaim) -> c.Wait:
     command = parked.command
     ready_index = parked.ready_index
     return c.Wait(
-        session=parked.session.number,
+        session=parked.session.session_id,
         client=parked.session.name,
         what=c.WaitKind.CLAIM,
         partition=parked.partition.name,
@@ -291,7 +293,7 @@ def _claim_wait(parked: ParkedClaim) -> c.Wait:
 def _put_wait(parked: ParkedAllocate, free_bytes: int) -> c.Wait:
     """Describe a waiting put; `wanted` and `ready` are bytes."""
     return c.Wait(
-        session=parked.session.number,
+        session=parked.session.session_id,
         client=parked.session.name,
         what=c.WaitKind.PUT,
         partition=parked.partition.name,

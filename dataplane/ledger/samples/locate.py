@@ -28,19 +28,19 @@ Cells = tuple[c.Int32s, c.Int64s, c.Int64s]
 class Reads:
     """Executes the read-only commands: Locate, List, Describe, Units and Stats. `Locate` pins the extents of the cells,
     so that their bytes stay in place until the session releases the call. The methods that take
-    (session, number, command) execute call `number` of that session."""
+    (session, call_id, command) execute call `call_id` of that session."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
+    def locate(self, session: Session, call_id: int, command: c.Locate) -> c.Located:
         """Locate and pin every cell of the samples and fields. If anything is missing, nothing is pinned. With
         `missing_ok`, missing cells are not an error."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
         if command.missing_ok:
-            return self._locate_existing(session, number, command, partition)
+            return self._locate_existing(session, call_id, command, partition)
         # Samples before fields: a field that only cleared samples had is unknown, which would hide the cause.
         rows = partition.resolve(command.samples)
         for name in command.fields:
@@ -59,7 +59,7 @@ class Reads:
                 pinned = pinned[pinned > 0]
             pinned = np.unique(pinned) if len(pinned) > 1 else pinned
             self.state.extents.pin(pinned)
-            session.pins[number] = pinned
+            session.pins[call_id] = pinned
         return c.Located(
             fields=(*located, *hidden),
             rows=rows.copy(),
@@ -67,7 +67,7 @@ class Reads:
             widened=tuple(name for name in command.fields if partition.fields[name].widened),
         )
 
-    def _locate_existing(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
+    def _locate_existing(self, session: Session, call_id: int, command: c.Locate, partition: Partition) -> c.Located:
         """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`columns_of`)
         that some of the rows have. An id without a sample has row -1; a stale handle is an error."""
         ids = command.samples.ids
@@ -92,7 +92,7 @@ class Reads:
             to_pin.append(extents[extents > 0])
         pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
         self.state.extents.pin(pinned)
-        session.pins[number] = pinned
+        session.pins[call_id] = pinned
         # Generation 0 for samples that do not exist. A partition without rows has no table of generations.
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
@@ -134,7 +134,7 @@ class Reads:
             checksums=None if checksums is None else _checksums_to_compare(self.state, session, checksums, units),
         )
 
-    def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
+    def list_samples(self, session: Session, call_id: int, command: c.List) -> c.Listed:
         """List the named samples, or the partition's oldest ones up to the limit (None: all), with their tags and the
         fields that all of them have."""
         partition = self.state.partition(command.partition)
@@ -153,7 +153,7 @@ class Reads:
             tags=partition.tags.of(rows),
         )
 
-    def describe(self, session: Session, number: int, command: c.Describe) -> c.Described:
+    def describe(self, session: Session, call_id: int, command: c.Describe) -> c.Described:
         """Return the schema, the tasks and the size of a partition."""
         partition = self.state.partition(command.partition)
         # A field may exist only in its hidden column: then an empty field stands for the missing one.
@@ -176,7 +176,7 @@ class Reads:
             widened=tuple(name for name, field in known.items() if field.widened),
         )
 
-    def units(self, session: Session, number: int, command: c.Units) -> c.UnitList:
+    def units(self, session: Session, call_id: int, command: c.Units) -> c.UnitList:
         return c.UnitList(units=tuple(unit.info() for unit in self.state.units.values()))
 
     def stats(self, command: c.Stats) -> c.StatsReport:
@@ -200,11 +200,11 @@ class Reads:
 
     def _unit_stats(self, unit: Unit) -> c.UnitStats:
         extents = self.state.extents
-        numbers = extents.of_unit(unit.number)
-        states = extents.states[numbers]
-        sizes = extents.sizes[numbers]
+        extent_ids = extents.of_unit(unit.unit_id)
+        states = extents.states[extent_ids]
+        sizes = extents.sizes[extent_ids]
         return c.UnitStats(
-            unit=unit.number,
+            unit=unit.unit_id,
             name=unit.offer.name,
             host=unit.host,
             connected=unit.connected,
@@ -214,13 +214,13 @@ class Reads:
             reserved_bytes=int(sizes[states == RESERVED].sum()),
             live_bytes=int(sizes[states == LIVE].sum()),
             retired_bytes=int(sizes[states == RETIRED].sum()),
-            pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
+            pinned_bytes=int(sizes[extents.pins[extent_ids] > 0].sum()),
             used_bytes=unit.used_bytes,
             peak_used_bytes=unit.peak_bytes,
             limit_bytes=unit.limit(update=False),
             pressed=unit.pressed,
             problem=unit.growth_problem(self.state.now),
-            extents=len(numbers),
+            extents=len(extent_ids),
             fragments=unit.space.fragments,
             largest_free_bytes=unit.space.largest_bytes,
             draining=unit.draining,
@@ -231,7 +231,7 @@ class Reads:
         silent_s = max(0.0, self.state.now - session.heard)
         is_silent = session.live and (session.silent or silent_s >= 2 * self.state.heartbeat_s)
         return c.SessionStats(
-            session=session.number,
+            session=session.session_id,
             name=session.name,
             host=session.host,
             state="silent" if is_silent else str(session.state),

@@ -26,14 +26,14 @@ from dataplane.ledger.state.units import Unit
 
 class Partitions:
     """Executes the commands that change a whole partition. `removed_task_error` creates the error for a parked claim
-    whose task a `Register` removed. The methods that take (session, number, command) execute call `number` of that
+    whose task a `Register` removed. The methods that take (session, call_id, command) execute call `call_id` of that
     session."""
 
     def __init__(self, state: State, removed_task_error: Callable[[ParkedClaim], DataPlaneError]) -> None:
         self.state = state
         self.removed_task_error = removed_task_error
 
-    def register(self, session: Session, number: int, command: c.Register) -> c.Done:
+    def register(self, session: Session, call_id: int, command: c.Register) -> c.Done:
         """Create a partition, or replace the registration of an existing one; with `extend`, only add to that."""
         state = self.state
         self.check(command)
@@ -51,15 +51,15 @@ class Partitions:
             state.protect_targets(put)
         # Budget and policy may have changed: evaluate waiting puts, and `pressed`, again.
         partition.outlook = None
-        account_number = partition.account.number
+        account_id = partition.account.account_id
         state.extents.freed = True
-        state.extents.loosened.add(account_number)
-        state.extents.moved.add(account_number)
+        state.extents.loosened.add(account_id)
+        state.extents.moved.add(account_id)
         if partition.budget_bytes is None:
-            state.budgeted.pop(account_number, None)
+            state.budgeted.pop(account_id, None)
             partition.account.pressed = False
         else:
-            state.budgeted[account_number] = partition
+            state.budgeted[account_id] = partition
         for parked in state.waiting_claims(partition):
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.removed_task_error(parked))
@@ -101,13 +101,13 @@ class Partitions:
         if command.budget_bytes is not None and not 1 <= command.budget_bytes <= MAX_BYTES:
             raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: expected 1 to {MAX_BYTES}, or None")
 
-    def seal(self, session: Session, number: int, command: c.Seal) -> c.Done:
+    def seal(self, session: Session, call_id: int, command: c.Seal) -> c.Done:
         partition = self.state.partition(command.partition)
         partition.sealed = True
         self.state.touch(partition)
         return c.Done()
 
-    def clear(self, session: Session, number: int, command: c.Clear) -> c.Cleared:
+    def clear(self, session: Session, call_id: int, command: c.Clear) -> c.Cleared:
         """Clear the named samples that still exist. With `samples=None`, drop the whole partition, if it exists."""
         state = self.state
         if command.samples is not None:
@@ -120,7 +120,7 @@ class Partitions:
         dropped = state.partitions.get(command.partition)
         return c.Cleared(count=0 if dropped is None else state.drop(dropped))
 
-    def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
+    def set_tags(self, session: Session, call_id: int, command: c.SetTags) -> c.Done:
         """Set tags of the samples, all of which must exist."""
         state = self.state
         partition = state.partition(command.partition)
@@ -129,11 +129,11 @@ class Partitions:
         check_tags(state, partition, command.tags, len(rows))
         partition.tags.merge(rows, command.tags)
         partition.notify_watches(rows)
-        partition.record_write(session.number, session.name, state.now)
+        partition.record_write(session.session_id, session.name, state.now)
         state.touch(partition)
         return c.Done()
 
-    def set_version(self, session: Session, number: int, command: c.SetVersion) -> c.Done:
+    def set_version(self, session: Session, call_id: int, command: c.SetVersion) -> c.Done:
         """Set the trainer's version, with which waiting claims with `max_lag` are evaluated again."""
         partition = self.state.partition(command.partition)
         partition.version = command.version
@@ -147,7 +147,7 @@ class Partitions:
 
 class UnitReports:
     """Handles what storage units report about themselves: offers of arenas, losses and growth; also drops units.
-    `cookies`: unit numbers by cookie, with which a unit names its arena; `added`: the last unit number given out.
+    `cookies`: unit ids by cookie, with which a unit names its arena; `added`: the last unit id given out.
     The other attributes are the parts of the ledger that
     reports concern: growth (`reservations`), sessions (`liveness`)."""
 
@@ -160,11 +160,11 @@ class UnitReports:
 
     def add(self, item: c.AddUnit) -> None:
         """Handle the offer of an arena by a new unit, or by one that comes back."""
-        known = self.state.units.get(self.cookies.get(item.cookie, 0))  # no unit has number 0
+        known = self.state.units.get(self.cookies.get(item.cookie, 0))  # no unit has id 0
         if known is not None:
             self._add_again(known, item)
             return
-        # A unit that already has a number comes from an earlier state of this service.
+        # A unit that already has an id comes from an earlier state of this service.
         if item.unit:
             error = ServiceRestartedError(
                 expected_epoch=item.epoch,
@@ -183,9 +183,9 @@ class UnitReports:
             return
         self.added += 1
         unit = Unit(self.added, item, self.state.reserve_fraction)
-        self.state.units[unit.number] = unit
+        self.state.units[unit.unit_id] = unit
         self.state.several_hosts = None
-        self.cookies[item.cookie] = unit.number
+        self.cookies[item.cookie] = unit.unit_id
         self._announce(unit)
 
     def _check_limits(self, item: c.AddUnit) -> None:
@@ -202,16 +202,16 @@ class UnitReports:
     def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
         """Handle a unit that comes back with the arena that it had. A rejected offer changes nothing."""
         refused = None
-        # An offer in the same epoch needs the loss of the connection before it, or the unit's number.
-        is_back = not unit.connected or item.unit == unit.number
+        # An offer in the same epoch needs the loss of the connection before it, or the unit's id.
+        is_back = not unit.connected or item.unit == unit.unit_id
         if item.epoch < unit.epoch or (item.epoch == unit.epoch and not is_back):
             refused = (
-                f"its arena is already registered as that of storage unit {unit.number}, in epoch {unit.epoch}; "
+                f"its arena is already registered as that of storage unit {unit.unit_id}, in epoch {unit.epoch}; "
                 "another process may run this unit"
             )
         elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
             refused = (
-                f"storage unit {unit.number} returned with an arena of {item.capacity_bytes:,} bytes, "
+                f"storage unit {unit.unit_id} returned with an arena of {item.capacity_bytes:,} bytes, "
                 f"{item.backed_bytes:,} of them backed by memory; before, it had {unit.offer.capacity_bytes:,} and "
                 f"{unit.space.backed_bytes:,}"
             )
@@ -224,7 +224,7 @@ class UnitReports:
         unit.awaited = False
         unit.record_backing(item.backed_bytes)
         self._announce(unit)
-        self.liveness.unit_back(unit.number)
+        self.liveness.unit_back(unit.unit_id)
 
     def _drop_previous(self, item: c.AddUnit) -> bool:
         """Drop the arena that this unit had before (named by `instead_of`, else see `_previous_units`), with its rows.
@@ -233,13 +233,13 @@ class UnitReports:
         if previous is not None and previous.connected:
             why = (
                 f"storage unit {item.name!r} cannot be registered: the arena that it reports as lost is connected as "
-                f"storage unit {previous.number}"
+                f"storage unit {previous.unit_id}"
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
         lost_units = self._previous_units(item) if previous is None else [previous]
         for lost in lost_units:
-            self._drop(lost, self._rows_by_partition(lost.number))
+            self._drop(lost, self._rows_by_partition(lost.unit_id))
         return True
 
     def _previous_units(self, item: c.AddUnit) -> list[Unit]:
@@ -256,7 +256,7 @@ class UnitReports:
 
     def _announce(self, unit: Unit) -> None:
         """Confirm the offer to the unit, and give its space to waiting puts."""
-        self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
+        self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.unit_id))
         self.reservations.grow_ahead(unit)
         self.state.recheck_all_puts()
 
@@ -286,18 +286,18 @@ class UnitReports:
             error = refused
         self.state.out.append(c.UnitDropped(unit=item.unit, error=error))
 
-    def forget(self, session: Session, number: int, command: c.Forget) -> c.Done:
+    def forget(self, session: Session, call_id: int, command: c.Forget) -> c.Done:
         self._drop_or_refuse(command.unit, force=command.force)
         return c.Done()
 
-    def _drop_or_refuse(self, number: int, *, force: bool) -> None:
+    def _drop_or_refuse(self, unit_id: int, *, force: bool) -> None:
         """Drop the unit. Raises InvalidRequestError if live rows lie on it and `force` is not set."""
-        unit = self.state.unit(number)
-        rows_on_unit = self._rows_by_partition(number)
+        unit = self.state.unit(unit_id)
+        rows_on_unit = self._rows_by_partition(unit_id)
         count = sum(len(rows) for _, rows in rows_on_unit)
         if count and not force:
             raise InvalidRequestError(
-                f"storage unit {number} holds values of {count} live samples; drain it, clear these samples, or drop "
+                f"storage unit {unit_id} holds values of {count} live samples; drain it, clear these samples, or drop "
                 "it with force, which loses them"
             )
         self._drop(unit, rows_on_unit)
@@ -306,11 +306,11 @@ class UnitReports:
         """Drop the unit with its rows, its orders, and everything that sessions hold there."""
         state = self.state
         for partition, rows in rows_on_unit:
-            partition.clear_lost(rows, f"with storage unit {unit.number} ({unit.offer.name})")
+            partition.clear_lost(rows, f"with storage unit {unit.unit_id} ({unit.offer.name})")
             state.touch(partition)
-        self.liveness.unit_dropped(unit.number)  # before the extents, which sessions refer to, are removed
-        state.extents.drop_unit(unit.number)
-        del state.units[unit.number]
+        self.liveness.unit_dropped(unit.unit_id)  # before the extents, which sessions refer to, are removed
+        state.extents.drop_unit(unit.unit_id)
+        del state.units[unit.unit_id]
         state.recheck_all_puts()
         state.several_hosts = None
         del self.cookies[unit.offer.cookie]

@@ -25,8 +25,8 @@ class Saves:
     """Save partitions, and restore them: `stage`, ordinary puts, `publish`.
 
     A `Save` copies the location of every cell (20 bytes each, 24 with checksums). The session keeps the copy and the
-    pins until `Release`, or until the session ends. The methods that take (session, number, command) execute call
-    `number` of that session.
+    pins until `Release`, or until the session ends. The methods that take (session, call_id, command) execute call
+    `call_id` of that session.
     """
 
     def __init__(self, state: State, partitions: Partitions) -> None:
@@ -35,7 +35,7 @@ class Saves:
 
     # --- saving
 
-    def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
+    def save(self, session: Session, call_id: int, command: c.Save) -> c.Saved:
         """Save these partitions (none named: all that are not staged), all or none: after an error, nothing is
         pinned."""
         check_limit(
@@ -50,15 +50,15 @@ class Saves:
         partitions = [self.state.partition(name) for name in names]
         snapshots = {partition.name: self._snapshot(partition) for partition in partitions}
         saved = [self._saved_partition(partition) for partition in partitions]
-        in_use = np.zeros(self.state.extents.high, np.bool_)  # by extent number
+        in_use = np.zeros(self.state.extents.high, np.bool_)  # by extent id
         for partition in partitions:
             for field in partition.fields.values():
                 in_use[field.extents] = True
         in_use[0] = False  # extent 0 means "no extent"
         pinned = np.flatnonzero(in_use).astype(np.int32)
         self.state.extents.pin(pinned)
-        session.pins[number] = pinned
-        session.saves[number] = snapshots
+        session.pins[call_id] = pinned
+        session.saves[call_id] = snapshots
         return c.Saved(partitions=tuple(saved))
 
     def _snapshot(self, partition: Partition) -> Snapshot:
@@ -102,13 +102,14 @@ class Saves:
             when_full=partition.when_full,
         )
 
-    def read_saved(self, session: Session, number: int, command: c.ReadSaved) -> c.SavedRows:
+    def read_saved(self, session: Session, call_id: int, command: c.ReadSaved) -> c.SavedRows:
         """Return the saved samples [first, last) of a partition: the locations of their cells, and with `names` their
         ids and tags."""
         snapshots = session.saves.get(command.saved)
         if snapshots is None:
             raise InvalidRequestError(
-                f"call {command.saved} of session {session.number} holds no saved partitions (released or never made)"
+                f"call {command.saved} of session {session.session_id} holds no saved partitions "
+                "(released or never made)"
             )
         snapshot = snapshots.get(command.partition)
         if snapshot is None:
@@ -145,18 +146,18 @@ class Saves:
 
     # --- restoring
 
-    def stage(self, session: Session, number: int, command: c.Stage) -> c.Done:
+    def stage(self, session: Session, call_id: int, command: c.Stage) -> c.Done:
         """Create an empty partition for a restore. The session owns it until `publish`; if the session ends first,
         `Liveness.end` drops it."""
         state = self.state
         if command.partition in state.partitions:
             raise PartitionExistsError(partition=command.partition)
         register = c.Register(partition=command.partition, fields={}, num_samples=None, tasks=())
-        self.partitions.register(session, number, register)
-        state.partitions[command.partition].owner = session.number
+        self.partitions.register(session, call_id, register)
+        state.partitions[command.partition].owner = session.session_id
         return c.Done()
 
-    def publish(self, session: Session, number: int, command: c.Publish) -> c.Done:
+    def publish(self, session: Session, call_id: int, command: c.Publish) -> c.Done:
         """Rename staged partitions to the names of the saved ones, dropping existing partitions of these names, and
         restore the saved state. Everything is checked before the first change."""
         state = self.state
@@ -189,7 +190,7 @@ class Saves:
             state.partitions[saved.partition] = partition
             for lease in leased:
                 lease.partition = saved.partition
-            self.partitions.register(session, number, _registration(saved))
+            self.partitions.register(session, call_id, _registration(saved))
             # After `register`, which resets the count and the seal.
             partition.born = saved.born
             partition.sealed = saved.sealed
@@ -203,8 +204,8 @@ class Saves:
 
     def _check_staged(self, session: Session, partition: Partition, saved: c.SavedPartition) -> None:
         """Check that the session staged the partition, and that it matches the saved one."""
-        if partition.owner != session.number:
-            raise InvalidRequestError(f"partition {partition.name!r} was not staged by session {session.number}")
+        if partition.owner != session.session_id:
+            raise InvalidRequestError(f"partition {partition.name!r} was not staged by session {session.session_id}")
         self.partitions.check(_registration(saved))
         live = partition.rows.live
         if saved.live != live:

@@ -37,8 +37,8 @@ class CellColumns(Protocol):
 class Account:
     """Bytes of one partition's extents."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, account_id: int) -> None:
+        self.account_id = account_id
         # Bytes of the extents with live cells.
         self.live_bytes = 0
         # Bytes of all extents that are not free: reserved for puts, live, or cleared and still
@@ -81,7 +81,7 @@ class Several:
 
 
 class Extents:
-    """Table of extents. Its columns are indexed by extent number; number 0 means "no extent"."""
+    """Table of extents. Its columns are indexed by extent id; id 0 means "no extent"."""
 
     def __init__(self, units: dict[int, Unit]) -> None:
         self.all_units = units
@@ -101,8 +101,8 @@ class Extents:
         self.stirred = False
         # Records of the extents with several values (`is_several`).
         self.several: dict[int, Several] = {}
-        # Open accounts, and closed ones that still have bytes, by number. `opened`: the last
-        # number.
+        # Open accounts, and closed ones that still have bytes, by id. `opened`: the last
+        # id.
         self.accounts: dict[int, Account] = {}
         self.opened = 0
         self.units: Int32s = np.zeros(64, np.int32)
@@ -113,7 +113,7 @@ class Extents:
         self.live: Int32s = np.zeros(64, np.int32)
         # The number of `pin` calls without `unpin`.
         self.pins: Int32s = np.zeros(64, np.int32)
-        # Account numbers. 0: space without an account, preallocated or taken for moved cells.
+        # Account ids. 0: space without an account, preallocated or taken for moved cells.
         self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
         self.is_several: Bools = np.zeros(64, np.bool_)
@@ -127,55 +127,59 @@ class Extents:
         """Close the account of a dropped partition."""
         account.closed = True
         if not account.used_bytes:
-            del self.accounts[account.number]
+            del self.accounts[account.account_id]
 
     def reserve(self, unit: int, start: int, size: int, account: Account | None = None) -> int:
-        """Create an extent over bytes that the caller took from the unit's free space, and return its number. account:
+        """Create an extent over bytes that the caller took from the unit's free space, and return its id. account:
         its owner, if any."""
         if self.spare:
-            number = self.spare.pop()
+            extent_id = self.spare.pop()
         else:
-            number = self.high
+            extent_id = self.high
             self.high += 1
-            if number == len(self.units):
+            if extent_id == len(self.units):
                 self._grow()
-        self.units[number] = unit
-        self.starts[number] = start
-        self.sizes[number] = size
-        self.states[number] = RESERVED
-        self.owners[number] = 0 if account is None else account.number
+        self.units[extent_id] = unit
+        self.starts[extent_id] = start
+        self.sizes[extent_id] = size
+        self.states[extent_id] = RESERVED
+        self.owners[extent_id] = 0 if account is None else account.account_id
         if account is not None:
             account.charge(size)
-            self.loosened.add(account.number)
-        self.moved.add(int(self.owners[number]))
-        return number
+            self.loosened.add(account.account_id)
+        self.moved.add(int(self.owners[extent_id]))
+        return extent_id
 
-    def cut(self, number: int, start: int, nbytes: int) -> list[int]:
+    def cut(self, extent_id: int, start: int, nbytes: int) -> list[int]:
         """Remove [start, start + nbytes), whole granules, from a reserved extent without an account. The bytes do not
         become free: the caller reserves other extents over them. Return the extents that hold the rest, by address: the
         extent itself, it and a new one, or none."""
-        first = int(self.starts[number])
+        first = int(self.starts[extent_id])
         stop = start + nbytes
-        bytes_after = first + int(self.sizes[number]) - stop
+        bytes_after = first + int(self.sizes[extent_id]) - stop
         if start > first:  # the extent keeps the part before the range
-            self.sizes[number] = start - first
-            return [number] if not bytes_after else [number, self.reserve(int(self.units[number]), stop, bytes_after)]
+            self.sizes[extent_id] = start - first
+            return (
+                [extent_id]
+                if not bytes_after
+                else [extent_id, self.reserve(int(self.units[extent_id]), stop, bytes_after)]
+            )
         if not bytes_after:
-            self._clear_entries(np.array([number], np.int32))
+            self._clear_entries(np.array([extent_id], np.int32))
             return []
-        self.starts[number] = stop
-        self.sizes[number] = bytes_after
-        return [number]
+        self.starts[extent_id] = stop
+        self.sizes[extent_id] = bytes_after
+        return [extent_id]
 
-    def make_live(self, number: int, cells: int, several: Several | None) -> None:
+    def make_live(self, extent_id: int, cells: int, several: Several | None) -> None:
         """Mark a reserved extent as live, with `cells` (> 0) live cells. several: None for an extent of one value. The
         caller adds its size to the account's `live_bytes`."""
-        self.states[number] = LIVE
-        self.live[number] = cells
-        self._note_if_watched(self.units[number : number + 1])
+        self.states[extent_id] = LIVE
+        self.live[extent_id] = cells
+        self._note_if_watched(self.units[extent_id : extent_id + 1])
         if several is not None:
-            self.several[number] = several
-            self.is_several[number] = True
+            self.several[extent_id] = several
+            self.is_several[extent_id] = True
 
     def release_cells(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
         """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed;
@@ -184,47 +188,47 @@ class Extents:
         has_extent = cells > 0
         if not some(has_extent):
             return
-        self.loosened.add(account.number)
-        numbers, counts, dead_sums = tally(cells[has_extent], nbytes[has_extent])
-        cells_left = self.live[numbers] - counts.astype(np.int32)
-        self.live[numbers] = cells_left
-        retired = numbers[cells_left == 0]
+        self.loosened.add(account.account_id)
+        extent_ids, counts, dead_sums = tally(cells[has_extent], nbytes[has_extent])
+        cells_left = self.live[extent_ids] - counts.astype(np.int32)
+        self.live[extent_ids] = cells_left
+        retired = extent_ids[cells_left == 0]
         self.states[retired] = RETIRED
         account.live_bytes -= int(self.sizes[retired].sum())
         unpinned = retired[self.pins[retired] == 0]
         if len(unpinned):
             self.free(unpinned)
-        partly = (cells_left > 0) & self.is_several[numbers]
+        partly = (cells_left > 0) & self.is_several[extent_ids]
         if some(partly):
-            for number, dead_bytes in zip(numbers[partly].tolist(), dead_sums[partly].tolist(), strict=True):
-                several = self.several[number]
+            for extent_id, dead_bytes in zip(extent_ids[partly].tolist(), dead_sums[partly].tolist(), strict=True):
+                several = self.several[extent_id]
                 several.live_bytes -= dead_bytes
-                if several.trim_is_due and not self.pins[number]:
-                    self._trim(number, several)
+                if several.trim_is_due and not self.pins[extent_id]:
+                    self._trim(extent_id, several)
 
-    def adopt(self, number: int, account: Account) -> None:
+    def adopt(self, extent_id: int, account: Account) -> None:
         """Assign an extent without owner to this account."""
-        self.owners[number] = account.number
-        account.charge(int(self.sizes[number]))
-        self.loosened.add(account.number)
-        self.moved.add(account.number)  # but not 0: the unit uses as many bytes as before
+        self.owners[extent_id] = account.account_id
+        account.charge(int(self.sizes[extent_id]))
+        self.loosened.add(account.account_id)
+        self.moved.add(account.account_id)  # but not 0: the unit uses as many bytes as before
 
-    def trim(self, number: int) -> None:
+    def trim(self, extent_id: int) -> None:
         """Free the parts of the extent without live cells, if live cells use less than half of it and it is not
         pinned."""
-        several = self.several.get(number)
-        if several is not None and 2 * several.live_bytes < self.sizes[number] and not self.pins[number]:
-            self._trim(number, several)
+        several = self.several.get(extent_id)
+        if several is not None and 2 * several.live_bytes < self.sizes[extent_id] and not self.pins[extent_id]:
+            self._trim(extent_id, several)
 
-    def pin(self, numbers: Int32s) -> None:
+    def pin(self, extent_ids: Int32s) -> None:
         """Add one pin to each of these extents (no repeats), which keeps their bytes in place."""
-        self.pins[numbers] += 1
+        self.pins[extent_ids] += 1
 
-    def unpin(self, numbers: Int32s) -> None:
+    def unpin(self, extent_ids: Int32s) -> None:
         """Undo one `pin`. Extents without pins are freed if retired, and trimmed if due."""
-        pins_left = self.pins[numbers] - 1
-        self.pins[numbers] = pins_left
-        unpinned = numbers[pins_left == 0]
+        pins_left = self.pins[extent_ids] - 1
+        self.pins[extent_ids] = pins_left
+        unpinned = extent_ids[pins_left == 0]
         if not len(unpinned):
             return
         self.loosened.update(self.owners[unpinned].tolist())
@@ -232,68 +236,68 @@ class Extents:
         retired = self.states[unpinned] == RETIRED
         if some(retired):
             self.free(unpinned[retired])
-        for number in unpinned[~retired & self.is_several[unpinned]].tolist():
-            several = self.several[number]
+        for extent_id in unpinned[~retired & self.is_several[unpinned]].tolist():
+            several = self.several[extent_id]
             if several.trim_is_due:
-                self._trim(number, several)
+                self._trim(extent_id, several)
 
-    def free(self, numbers: Int32s) -> None:
+    def free(self, extent_ids: Int32s) -> None:
         """Remove these extents (no repeats) and free their bytes."""
-        self._note_if_watched(self.units[numbers])
-        self._discharge_owners(numbers)  # before the code below sets sizes to 0
-        with_record = self.is_several[numbers]
+        self._note_if_watched(self.units[extent_ids])
+        self._discharge_owners(extent_ids)  # before the code below sets sizes to 0
+        with_record = self.is_several[extent_ids]
         if some(with_record):
-            for number in numbers[with_record].tolist():
-                several = self.several.pop(number)
+            for extent_id in extent_ids[with_record].tolist():
+                several = self.several.pop(extent_id)
                 if several.pieces is not None:
-                    self._free_pieces(int(self.units[number]), several.pieces)
-                    self.sizes[number] = 0  # freed here: the code below skips it
-        held = numbers[self.sizes[numbers] > 0]
+                    self._free_pieces(int(self.units[extent_id]), several.pieces)
+                    self.sizes[extent_id] = 0  # freed here: the code below skips it
+        held = extent_ids[self.sizes[extent_ids] > 0]
         if len(held) == 1:
-            number = int(held[0])
-            self._free_pieces(int(self.units[number]), [(int(self.starts[number]), int(self.sizes[number]))])
+            extent_id = int(held[0])
+            self._free_pieces(int(self.units[extent_id]), [(int(self.starts[extent_id]), int(self.sizes[extent_id]))])
         elif len(held):
             self._free_merged(held)
-        self._clear_entries(numbers)
+        self._clear_entries(extent_ids)
 
     def of_unit(self, unit: int) -> Int32s:
-        """Return the numbers of all extents on the unit."""
+        """Return the ids of all extents on the unit."""
         on_unit = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
         return np.flatnonzero(on_unit).astype(np.int32)
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return (unit, offset, nbytes) of all held ranges, for tests. A trimmed extent may have several ranges."""
         ranges: list[tuple[int, int, int]] = []
-        for number in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
-            several = self.several.get(number)
+        for extent_id in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
+            several = self.several.get(extent_id)
             pieces = None if several is None else several.pieces
             if pieces is None:
-                pieces = [(int(self.starts[number]), int(self.sizes[number]))]
-            ranges += [(int(self.units[number]), start, size) for start, size in pieces]
+                pieces = [(int(self.starts[extent_id]), int(self.sizes[extent_id]))]
+            ranges += [(int(self.units[extent_id]), start, size) for start, size in pieces]
         return ranges
 
     def drop_unit(self, unit: int) -> None:
         """Remove the extents of a dropped unit. No cell refers to them any longer; the unit's bytes are not freed."""
-        numbers = self.of_unit(unit)
-        for number in numbers[self.is_several[numbers]].tolist():
-            del self.several[number]
+        extent_ids = self.of_unit(unit)
+        for extent_id in extent_ids[self.is_several[extent_ids]].tolist():
+            del self.several[extent_id]
         self.stirred = True  # has the calls evaluated that wait for a change on a unit
-        self._discharge_owners(numbers)
-        self._clear_entries(numbers)
+        self._discharge_owners(extent_ids)
+        self._clear_entries(extent_ids)
 
     def _note_if_watched(self, units: Int32s) -> None:
         """Set `stirred` if one of the units is watched."""
         if self.watched and not self.stirred:
             self.stirred = not self.watched.isdisjoint(units.tolist())
 
-    def bytes_of(self, numbers: Int32s) -> int:
-        return int(self.sizes[numbers].sum())
+    def bytes_of(self, extent_ids: Int32s) -> int:
+        return int(self.sizes[extent_ids].sum())
 
-    def _discharge_owners(self, numbers: Int32s) -> None:
+    def _discharge_owners(self, extent_ids: Int32s) -> None:
         """Subtract the bytes of these extents from the accounts of their owners."""
-        self.moved.update(self.owners[numbers].tolist())  # also 0, which has no account
-        owners = self.owners[numbers]
-        sizes = self.sizes[numbers]
+        self.moved.update(self.owners[extent_ids].tolist())  # also 0, which has no account
+        owners = self.owners[extent_ids]
+        sizes = self.sizes[extent_ids]
         distinct = np.unique(owners) if len(owners) > 1 else owners
         for owner in distinct.tolist():
             account = self.accounts.get(owner)
@@ -303,19 +307,19 @@ class Extents:
     def _discharge(self, account: Account, nbytes: int) -> None:
         """Subtract bytes from the account, and remove the account if it is closed and empty."""
         account.used_bytes -= nbytes
-        self.loosened.add(account.number)
-        self.moved.add(account.number)
+        self.loosened.add(account.account_id)
+        self.moved.add(account.account_id)
         if account.closed and not account.used_bytes:
-            self.accounts.pop(account.number, None)
+            self.accounts.pop(account.account_id, None)
 
-    def _clear_entries(self, numbers: Int32s) -> None:
-        """Clear the table entries of these extents, whose numbers may then be used again."""
-        self.states[numbers] = FREE
-        self.sizes[numbers] = 0
-        self.live[numbers] = 0
-        self.pins[numbers] = 0
-        self.is_several[numbers] = False
-        self.spare.extend(numbers.tolist())
+    def _clear_entries(self, extent_ids: Int32s) -> None:
+        """Clear the table entries of these extents, whose ids may then be used again."""
+        self.states[extent_ids] = FREE
+        self.sizes[extent_ids] = 0
+        self.live[extent_ids] = 0
+        self.pins[extent_ids] = 0
+        self.is_several[extent_ids] = False
+        self.spare.extend(extent_ids.tolist())
         self.freed = True
 
     def _free_pieces(self, unit: int, pieces: Pieces) -> None:
@@ -323,12 +327,12 @@ class Extents:
         for start, size in pieces:
             space.give(start, size)
 
-    def _free_merged(self, numbers: Int32s) -> None:
+    def _free_merged(self, extent_ids: Int32s) -> None:
         """Free the ranges of these extents, with adjacent ranges merged."""
-        order = np.lexsort((self.starts[numbers], self.units[numbers]))
-        units = self.units[numbers][order]
-        starts = self.starts[numbers][order]
-        ends = starts + self.sizes[numbers][order]
+        order = np.lexsort((self.starts[extent_ids], self.units[extent_ids]))
+        units = self.units[extent_ids][order]
+        starts = self.starts[extent_ids][order]
+        ends = starts + self.sizes[extent_ids][order]
         # A new merged range begins where the unit changes, or where there is a gap.
         breaks = np.flatnonzero((units[1:] != units[:-1]) | (starts[1:] != ends[:-1])) + 1
         firsts = np.concatenate(([0], breaks))
@@ -336,23 +340,23 @@ class Extents:
         for unit, start, end in zip(units[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
             self.all_units[unit].space.give(start, end - start)
 
-    def _trim(self, number: int, several: Several) -> None:
+    def _trim(self, extent_id: int, several: Several) -> None:
         """Free the granules without live cells of an extent that is not pinned. Update its record and account."""
         cells = several.cells
-        several.rows = several.rows[cells.extents[several.rows] == number]  # those that still have a cell in it
+        several.rows = several.rows[cells.extents[several.rows] == extent_id]  # those that still have a cell in it
         several.whole_bytes = several.live_bytes
         starts = cells.offsets[several.rows]
         kept = _touched_granules(starts, starts + cells.bytes_of(several.rows))
         held = several.pieces
         if held is None:
-            held = [(int(self.starts[number]), int(self.sizes[number]))]
+            held = [(int(self.starts[extent_id]), int(self.sizes[extent_id]))]
         dead = _subtract_pieces(held, kept)
         if not dead:
             return
-        self._free_pieces(int(self.units[number]), dead)
+        self._free_pieces(int(self.units[extent_id]), dead)
         several.pieces = kept
         nbytes = sum(size for _, size in dead)
-        self.sizes[number] -= nbytes
+        self.sizes[extent_id] -= nbytes
         several.account.live_bytes -= nbytes
         self._discharge(several.account, nbytes)
         self.freed = True

@@ -15,7 +15,7 @@ _NO_BYTES: Int64s = np.zeros(0, np.int64)
 
 class Field:
     """Cells of one column, by row. A cell is the location of one sample's value: extent, offset in the arena, length
-    (in units of `unit_bytes`). `extents[row]` is 0 if the row has no cell; `live` counts the cells. `writer`: number
+    (in units of `unit_bytes`). `extents[row]` is 0 if the row has no cell; `live` counts the cells. `writer`: id
     and name of the last writing session, and the time.
 
     `declared`: spec in the schema (None: a later schema dropped the field, but live rows have it). `spec`: current

@@ -381,7 +381,7 @@ class Partition:
             self.extents.release_cells(np.concatenate(cells), np.concatenate(nbytes), self.account)
 
     def record_write(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
-        """Record that the session with this number and name wrote to the partition, and to these of its fields."""
+        """Record that the session with this id and name wrote to the partition, and to these of its fields."""
         self.writers.pop(session, None)  # so that it becomes the latest one
         self.writers[session] = (name, now)
         if len(self.writers) > WRITERS:

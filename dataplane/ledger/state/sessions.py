@@ -151,29 +151,29 @@ class Preallocation(ReservedSpace):
 
 
 class Parked:
-    """A call of a client that waits in the ledger. `number`: its call number in the session. `since` and `deadline` are
+    """A call of a client that waits in the ledger. `call_id`: its id in the session. `since` and `deadline` are
     ledger times. `serial` increases with each call that starts to wait."""
 
     serial = 0
 
-    def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
+    def __init__(self, session: Session, call_id: int, since: float, timeout_s: float) -> None:
         self.session = session
-        self.number = number
+        self.call_id = call_id
         self.since = since
         # Infinite for a call without a timeout.
         self.deadline = since + timeout_s if timeout_s < UNLIMITED_S else math.inf
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.session.number, self.number
+        return self.session.session_id, self.call_id
 
 
 class ParkedClaim(Parked):
     """A claim that waits for samples. `ready_index`: the ready samples of its task and fields. `watch`: the counts of
     all claims that wait for the same samples. Both are set after the creation."""
 
-    def __init__(self, session: Session, number: int, since: float, command: Claim, partition: Partition) -> None:
-        super().__init__(session, number, since, command.timeout_s)
+    def __init__(self, session: Session, call_id: int, since: float, command: Claim, partition: Partition) -> None:
+        super().__init__(session, call_id, since, command.timeout_s)
         self.command = command
         self.partition = partition
         self.ready_index: ReadyIndex | None = None
@@ -188,9 +188,9 @@ class ParkedAllocate(Parked):
     holds_up = False
 
     def __init__(
-        self, session: Session, number: int, since: float, command: Allocate, partition: Partition, want: Want
+        self, session: Session, call_id: int, since: float, command: Allocate, partition: Partition, want: Want
     ) -> None:
-        super().__init__(session, number, since, command.timeout_s)
+        super().__init__(session, call_id, since, command.timeout_s)
         self.want = want
         self.samples = command.samples
         self.targets: tuple[str, ...] = ()
@@ -207,8 +207,8 @@ class ParkedAllocate(Parked):
 class ParkedFind(Parked):
     """A call that waits until a unit has cells to move, or holds no more data."""
 
-    def __init__(self, session: Session, number: int, since: float, command: FindCells) -> None:
-        super().__init__(session, number, since, command.timeout_s)
+    def __init__(self, session: Session, call_id: int, since: float, command: FindCells) -> None:
+        super().__init__(session, call_id, since, command.timeout_s)
         self.command = command
 
 
@@ -231,8 +231,8 @@ class UnconfirmedClaim:
 class Session:
     """State of one client session."""
 
-    def __init__(self, number: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
-        self.number = number
+    def __init__(self, session_id: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
+        self.session_id = session_id
         # Chosen by the client, the same in repetitions of its request to open the session.
         self.nonce = nonce
         self.name = name
@@ -243,18 +243,18 @@ class Session:
         self.state = SessionStatus.LIVE
         # Why the session ended.
         self.why = ""
-        # Call numbers below `watermark`, and those in `above`, are settled: the client has their
+        # Call ids below `watermark`, and those in `above`, are settled: the client has their
         # answers, or will get none.
         self.watermark = 1
         self.above = NumberSet()
-        # Results by call number, until they are settled.
+        # Results by call id, until they are settled.
         self.answers: dict[int, Result | DataPlaneError] = {}
         # Sizes of large answers in bytes, and their sum.
         self.large: dict[int, int] = {}
         self.large_bytes = 0
         # The waiting calls.
         self.parked: dict[int, Parked] = {}
-        # What calls created that the session holds, by the number of the call.
+        # What calls created that the session holds, by the id of the call.
         self.reservations: dict[int, ReservedSpace] = {}
         self.pins: dict[int, Int32s] = {}
         # The snapshots of a Save, by partition.
@@ -282,7 +282,7 @@ class Session:
     @property
     def label(self) -> str:
         """Number, client name and state of the session, for messages."""
-        return f"session {self.number} ({self.name or 'unnamed'}, {self.state})"
+        return f"session {self.session_id} ({self.name or 'unnamed'}, {self.state})"
 
     def record_contact(self, now: float) -> None:
         """Record that the client was heard from, which clears every suspicion."""
@@ -295,11 +295,11 @@ class Session:
         """Number of calls whose answers the client may not have received."""
         return len(self.parked) + len(self.answers)
 
-    def is_settled(self, number: int) -> bool:
-        """Whether a call with this number will not be executed (again)."""
-        return number < self.watermark or number in self.above
+    def is_settled(self, call_id: int) -> bool:
+        """Whether a call with this id will not be executed (again)."""
+        return call_id < self.watermark or call_id in self.above
 
-    def keep_answer(self, number: int, result: Result | DataPlaneError, limits: Limits) -> None:
+    def keep_answer(self, call_id: int, result: Result | DataPlaneError, limits: Limits) -> None:
         """Keep an answer for repetitions of its call. An answer beyond the limits is not kept, and repetitions of its
         call are rejected."""
         size = size_of(result)
@@ -307,35 +307,35 @@ class Session:
         fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
         # Twice `in_flight`, because calls that release something are exempt from that limit.
         if not fits or len(self.answers) >= 2 * limits.in_flight:
-            self.above.add(number, number)  # settled
+            self.above.add(call_id, call_id)  # settled
             return
-        self.answers[number] = result
+        self.answers[call_id] = result
         if size:
-            self.large[number] = size
+            self.large[call_id] = size
             self.large_bytes += size
 
     def confirm(
         self, watermark: int, confirmed: tuple[int, ...], limits: Limits
     ) -> tuple[list[Parked], list[UnconfirmedClaim]]:
-        """Settle all calls below `watermark` and in `confirmed` (pairs of first and last number): the client has their
+        """Settle all calls below `watermark` and in `confirmed` (pairs of first and last id): the client has their
         answers or no longer needs them. Return the parked calls among them, which the caller cancels, and the claims
-        that are now final. Settled numbers remain settled, in whatever order calls arrive."""
+        that are now final. Settled ids remain settled, in whatever order calls arrive."""
         cancelled: list[Parked] = []
         final: list[UnconfirmedClaim] = []
-        for number in self._record_settled(watermark, confirmed, limits):
-            self.answers.pop(number, None)
-            if number in self.unconfirmed:
-                claimed = self.unconfirmed.pop(number)
+        for call_id in self._record_settled(watermark, confirmed, limits):
+            self.answers.pop(call_id, None)
+            if call_id in self.unconfirmed:
+                claimed = self.unconfirmed.pop(call_id)
                 claimed.settle()
                 final.append(claimed)
-            if number in self.large:
-                self.large_bytes -= self.large.pop(number)
-            if number in self.parked:
-                cancelled.append(self.parked[number])
+            if call_id in self.large:
+                self.large_bytes -= self.large.pop(call_id)
+            if call_id in self.parked:
+                cancelled.append(self.parked[call_id])
         return cancelled, final
 
     def _record_settled(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
-        """Record the numbers as settled (see `confirm`). Return those among them that may have an answer, a claim or a
+        """Record the ids as settled (see `confirm`). Return those among them that may have an answer, a claim or a
         parked call."""
         settled: Iterable[int] = ()
         if watermark > self.watermark:
@@ -345,31 +345,31 @@ class Session:
                 self.above.drop_below(watermark)  # `watermark` covers them
         if not confirmed:
             return settled
-        numbers = list(settled)
-        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):  # an odd number at the end is ignored
+        call_ids = list(settled)
+        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):  # an unpaired id at the end is ignored
             first = max(first, self.watermark)
             # Between two ranges is an unanswered call, and their number is limited. A client that confirms more ranges
             # is faulty: the ranges beyond the limit stay unconfirmed.
             if first <= last and self.above.ranges <= 2 * limits.in_flight:
-                numbers += self._unsettled_between(first, last)
+                call_ids += self._unsettled_between(first, last)
                 self.above.add(first, last)
-        return numbers
+        return call_ids
 
     def _unsettled_between(self, first: int, last: int) -> Iterable[int]:
-        """Return the numbers from `first` to `last`, ascending: all of them, or of a range that is longer than the list
-        of unanswered calls only those with an answer, a claim or a parked call. A client may send any numbers, so a
+        """Return the ids from `first` to `last`, ascending: all of them, or of a range that is longer than the list
+        of unanswered calls only those with an answer, a claim or a parked call. A client may send any ids, so a
         long range is not gone through."""
         if last - first <= self.unanswered:
             return range(first, last + 1)
         candidates = {*self.answers, *self.unconfirmed, *self.parked}
-        return sorted([number for number in candidates if first <= number <= last])
+        return sorted([call_id for call_id in candidates if first <= call_id <= last])
 
 
 class Want:
     """Space requested by an Allocate of `session`. `ends[c][k]`: sum of the first k value sizes of column c.
     `whole[c]`: bytes of column c in one piece, in whole granules; `total`: their sum. `largest`: the largest value, in
     whole granules. `update`: the put only rewrites existing samples. `moving`: it is a copy of cells that a unit moves
-    elsewhere. `wish`: number of the unit that the client prefers."""
+    elsewhere. `wish`: id of the unit that the client prefers."""
 
     def __init__(self, session: Session, command: Allocate) -> None:
         self.session = session
@@ -394,7 +394,7 @@ class Want:
     def prefers(self, unit: Unit) -> bool:
         """Whether the put should wait for space in this unit instead of using another unit."""
         session = self.session
-        return unit.number == self.wish or unit.number in session.attached or unit.host == session.host
+        return unit.unit_id == self.wish or unit.unit_id in session.attached or unit.host == session.host
 
     def by_preference(self, units: list[Unit]) -> list[Unit]:
         """Return the units in order of preference, best first."""
@@ -404,11 +404,11 @@ class Want:
         # then those with the most space.
         def rank(unit: Unit) -> tuple[bool, bool, bool, int, int]:
             return (
-                unit.number != self.wish,
-                unit.number not in session.attached,
+                unit.unit_id != self.wish,
+                unit.unit_id not in session.attached,
                 unit.host != session.host,
                 -unit.available_bytes(update=self.update),
-                unit.number,
+                unit.unit_id,
             )
 
         return sorted(units, key=rank) if len(units) > 1 else units

@@ -1,6 +1,6 @@
 """The root of the ledger's state, on which every part of the ledger works.
 
-`WaitQueues` has the puts that wait for space: one line per partition, by account number, in order of arrival.
+`WaitQueues` has the puts that wait for space: one line per partition, by account id, in order of arrival.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dataplane.ledger.state.watches import Watch
 
 BIRTHS_APART_NS = 1000
 """Nanoseconds of epoch per generation. Epochs are times in nanoseconds, so a state can create a million generations per
-second before its numbers reach those of a later state."""
+second before its ids reach those of a later state."""
 
 
 class State:
@@ -89,13 +89,13 @@ class State:
         # Accounts, by `update`, whose budget is exhausted: their first put can only be granted
         # after a change of the account. Each has a waiting put.
         self.resting: dict[bool, set[int]] = {True: set(), False: set()}
-        # Parked claims, by session and call number.
+        # Parked claims, by session and call id.
         self.claim_waiters: dict[tuple[int, int], ParkedClaim] = {}
         # Parked `FindCells` calls.
         self.finders: tuple[ParkedFind, ...] = ()
         # Partitions whose parked claims must be evaluated again.
         self.touched: dict[str, Partition] = {}
-        # Heap of (deadline, serial, session number, call number) of parked calls; with outdated
+        # Heap of (deadline, serial, session id, call id) of parked calls; with outdated
         # entries.
         self.alarms: list[tuple[float, int, int, int]] = []
         self.leases = Leases()
@@ -114,12 +114,12 @@ class State:
             raise PartitionNotFoundError(partition=name, known=list(self.partitions))
         return partition
 
-    def unit(self, number: int) -> Unit:
-        """Return the storage unit with this number, or raise `InvalidRequestError`."""
-        unit = self.units.get(number)
+    def unit(self, unit_id: int) -> Unit:
+        """Return the storage unit with this id, or raise `InvalidRequestError`."""
+        unit = self.units.get(unit_id)
         if unit is None:
             known = ", ".join(map(str, list(self.units)[:8])) or "none"
-            raise InvalidRequestError(f"no storage unit {number}; registered units are: {known}")
+            raise InvalidRequestError(f"no storage unit {unit_id}; registered units are: {known}")
         return unit
 
     def spans_several_hosts(self) -> bool:
@@ -144,7 +144,7 @@ class State:
         live samples removed."""
         count = partition.rows.live
         del self.partitions[partition.name]
-        self.budgeted.pop(partition.account.number, None)
+        self.budgeted.pop(partition.account.account_id, None)
         partition.drop()
         for claim in self.waiting_claims(partition):
             waiting = f"a claim of task {claim.command.task!r}"
@@ -165,15 +165,17 @@ class State:
 
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
         """Return the partition's puts that wait for space, moves included, longest waiting first."""
-        number = partition.account.number
-        lines = [by_account[number].values() for by_account in self.space_waiters.values() if number in by_account]
+        account_id = partition.account.account_id
+        lines = [
+            by_account[account_id].values() for by_account in self.space_waiters.values() if account_id in by_account
+        ]
         moves = [put for put in self.moves.values() if put.partition is partition]
         return sorted(chain(*lines, moves), key=lambda put: put.serial)
 
     def recheck_all_puts(self) -> None:
         """Mark all puts that wait for space for another evaluation."""
         self.extents.freed = True
-        self.extents.loosened.update(*self.space_waiters.values())  # the numbers of their accounts
+        self.extents.loosened.update(*self.space_waiters.values())  # the ids of their accounts
 
     def has_waiting_put(self, account: int) -> bool:
         """Whether a put of the account's partition waits for space, other than moves."""
@@ -202,9 +204,9 @@ class State:
     def recheck_puts(self, partition: Partition, rows: Int64s) -> None:
         """Mark the partition's waiting puts for another evaluation, because these samples may now be consumed or stored
         elsewhere, so that eviction can free more space."""
-        number = partition.account.number
-        if self.has_waiting_put(number):
-            self.extents.loosened.add(number)
+        account_id = partition.account.account_id
+        if self.has_waiting_put(account_id):
+            self.extents.loosened.add(account_id)
             if partition.outlook is not None:
                 partition.outlook.note(rows)
 
@@ -249,7 +251,7 @@ class State:
         ended = [name for name in ids if not put_counts[name]]
         for name in ended:
             del put_counts[name]
-        if ended and self.has_waiting_put(partition.account.number):
+        if ended and self.has_waiting_put(partition.account.account_id):
             rows = partition.rows.find(ended)
             self.recheck_puts(partition, rows[rows >= 0])
 
@@ -259,9 +261,9 @@ class State:
         """Register a call that waits, until `unpark`. Raises `LimitError` if too many calls wait."""
         check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
-        parked.session.parked[parked.number] = parked
+        parked.session.parked[parked.call_id] = parked
         parked.serial = self.serial()
-        heapq.heappush(self.alarms, (parked.deadline, parked.serial, parked.session.number, parked.number))
+        heapq.heappush(self.alarms, (parked.deadline, parked.serial, parked.session.session_id, parked.call_id))
         if isinstance(parked, ParkedClaim):
             self._park_claim(parked)
         elif isinstance(parked, ParkedAllocate):
@@ -272,14 +274,14 @@ class State:
     def unpark(self, parked: Parked, result: Result | DataPlaneError) -> None:
         """Remove the parked call and answer it."""
         self.parked -= 1
-        del parked.session.parked[parked.number]
+        del parked.session.parked[parked.call_id]
         if isinstance(parked, ParkedClaim):
             self._unpark_claim(parked)
         elif isinstance(parked, ParkedAllocate):
             self._unpark_put(parked)
         elif isinstance(parked, ParkedFind):
             self._set_finders(tuple([other for other in self.finders if other is not parked]))
-        self.answer(parked.session, parked.number, result)
+        self.answer(parked.session, parked.call_id, result)
 
     def _park_claim(self, parked: ParkedClaim) -> None:
         """Add the claim to the watch of its kind."""
@@ -309,25 +311,25 @@ class State:
         """Return the queue of the put, created if missing: one for all moves, else by account and kind (`update`)."""
         if parked.command.moving:
             return self.moves
-        return self.space_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
+        return self.space_waiters[parked.command.update].setdefault(parked.partition.account.account_id, {})
 
     def _unpark_put(self, parked: ParkedAllocate) -> None:
         """Remove the put from its queue. Puts behind it may now be granted."""
         self.unprotect_targets(parked)  # no effect if its reservation has taken over its `targets`
         queue = self._queue_of(parked)
-        number = parked.partition.account.number
+        account_id = parked.partition.account.account_id
         del queue[parked.key]
         if not parked.command.moving:
-            self.resting[parked.command.update].discard(number)  # the next put of the line may fit
+            self.resting[parked.command.update].discard(account_id)  # the next put of the line may fit
             if not queue:
-                del self.space_waiters[parked.command.update][number]
-        if not self.has_waiting_put(number):
+                del self.space_waiters[parked.command.update][account_id]
+        if not self.has_waiting_put(account_id):
             parked.partition.outlook = None  # nothing updates it while no put waits
         self.extents.freed = True  # has the waiting puts evaluated again
 
     def fail(self, parked: Parked, error: Exception) -> None:
         """Fail a parked call whose evaluation raised an unexpected error. Other calls are not affected."""
-        what = f"call {parked.number} of session {parked.session.number} failed while it waited: {error!r}"
+        what = f"call {parked.call_id} of session {parked.session.session_id} failed while it waited: {error!r}"
         self.out.append(Notice(text=what))
         self.unpark(parked, InternalError(what=what))
 
@@ -336,26 +338,26 @@ class State:
         self.finders = finders
         self.extents.watched = frozenset([parked.command.unit for parked in finders])
 
-    def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
-        """Send the only answer to call `number`, and keep it while the client may repeat the call."""
-        if not session.is_settled(number):  # a repetition of a settled call is rejected
-            session.keep_answer(number, result, self.limits)
-        self.out.append(Answer(session=session.number, number=number, result=result))
+    def answer(self, session: Session, call_id: int, result: Result | DataPlaneError) -> None:
+        """Send the only answer to call `call_id`, and keep it while the client may repeat the call."""
+        if not session.is_settled(call_id):  # a repetition of a settled call is rejected
+            session.keep_answer(call_id, result, self.limits)
+        self.out.append(Answer(session=session.session_id, call_id=call_id, result=result))
 
     # --- what a session holds
 
-    def free_reservation(self, session: Session, number: int) -> None:
-        """Free the space that call `number` of the session reserved."""
-        reservation = session.reservations.pop(number)
+    def free_reservation(self, session: Session, call_id: int) -> None:
+        """Free the space that call `call_id` of the session reserved."""
+        reservation = session.reservations.pop(call_id)
         self.unprotect_targets(reservation)
         extents = reservation.extents()
         if len(extents):
             self.extents.free(extents)
 
-    def return_claim(self, session: Session, number: int) -> None:
-        """Give back the samples of the unconfirmed claim of call `number`, except those that were acknowledged, given
+    def return_claim(self, session: Session, call_id: int) -> None:
+        """Give back the samples of the unconfirmed claim of call `call_id`, except those that were acknowledged, given
         back or cleared meanwhile."""
-        claimed = session.unconfirmed.pop(number)
+        claimed = session.unconfirmed.pop(call_id)
         claimed.settle()
         task = claimed.task
         self.return_rows(claimed.partition, task, claimed.rows[task.claim_ids[claimed.rows] == claimed.claim_id])
@@ -388,9 +390,9 @@ class State:
 
 
 Line = dict[tuple[int, int], ParkedAllocate]
-"""Waiting puts by session and call number, longest waiting first."""
+"""Waiting puts by session and call id, longest waiting first."""
 Lines = dict[int, Line]
-"""Lines by account number. No line is empty."""
+"""Lines by account id. No line is empty."""
 
 
 class WaitQueues:

@@ -23,8 +23,8 @@ class Unit:
     draining = False
     ordered_at = 0.0
 
-    def __init__(self, number: int, offer: AddUnit, reserve_fraction: float) -> None:
-        self.number = number
+    def __init__(self, unit_id: int, offer: AddUnit, reserve_fraction: float) -> None:
+        self.unit_id = unit_id
         self.reserve_fraction = reserve_fraction
         self.space = FreeSpace(offer.capacity_bytes)
         self.space.back(offer.backed_bytes)
@@ -85,7 +85,7 @@ class Unit:
     def info(self) -> UnitInfo:
         """Return the facts that clients and other processes get about the unit."""
         return UnitInfo(
-            unit=self.number,
+            unit=self.unit_id,
             name=self.offer.name,
             host=self.offer.host,
             epoch=self.offer.epoch,

@@ -37,7 +37,7 @@ class Watch:
         self.ready_index = ready_index
         # One of the commands of the claims.
         self.command = command
-        # The (session, number) of the claims, oldest first.
+        # The (session, call id) of the claims, oldest first.
         self.waiters: dict[tuple[int, int], None] = {}
         # For each minimum number of samples, the number of claims with it.
         self.leasts: dict[int, int] = {}

@@ -93,16 +93,16 @@ WAIT_KIND_CLAIM: WaitKind
 WAIT_KIND_PUT: WaitKind
 
 class Header(_message.Message):
-    __slots__ = ("session", "number", "watermark", "confirmed")
+    __slots__ = ("session", "call_id", "watermark", "confirmed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     session: int
-    number: int
+    call_id: int
     watermark: int
     confirmed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., watermark: _Optional[int] = ..., confirmed: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., call_id: _Optional[int] = ..., watermark: _Optional[int] = ..., confirmed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("name", "facts")

@@ -50,7 +50,7 @@ class WireSilentError(Exception):
 class Wire:
     """A client's socket to a storage unit. After a method raises, only `close` may be called.
 
-    `_last_call`: the number of the last request. `_early_replies`: replies that arrived before the reply to an older
+    `_last_call`: the id of the last request. `_early_replies`: replies that arrived before the reply to an older
     call, by call. `_monitor`: receives the events `_LOST` of the connection.
     """
 

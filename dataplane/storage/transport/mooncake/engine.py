@@ -85,7 +85,7 @@ class Engine:
         self._engine.unregister_memory(address)
 
     def begin(self, peer: str, local: int, remote: int, nbytes: int) -> int:
-        """Start to read `nbytes` from `remote` in the peer's memory into `local`. Return the transfer's number for
+        """Start to read `nbytes` from `remote` in the peer's memory into `local`. Return the transfer's id for
         `status`. Blocks only at the first transfer from a peer. Raises EngineError."""
         transfer = int(self._engine.batch_transfer_async_read(peer, [local], [remote], [nbytes]))
         if not transfer:

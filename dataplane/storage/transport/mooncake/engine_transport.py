@@ -287,7 +287,7 @@ class UnitEngine:
     def step(self) -> float | None:
         """Finish, abandon and start transfers. Return the seconds until the next step, None if there is no job."""
         unfinished: deque[_Job] = deque()
-        transfers: dict[str, int] = {}  # the number in flight, by the client's engine
+        transfers: dict[str, int] = {}  # the id in flight, by the client's engine
         jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             if self._is_done(job) or not self._advance(job, transfers):
@@ -312,7 +312,7 @@ class UnitEngine:
 
     def _advance(self, job: _Job, transfers: dict[str, int]) -> bool:
         """Start the transfer if a slot is free and fewer than PEER_TRANSFERS of the client are in flight. Return False
-        if the job failed (`job.failed`), also by FETCH_S. transfers: the number in flight, by the client's engine."""
+        if the job failed (`job.failed`), also by FETCH_S. transfers: the id in flight, by the client's engine."""
         if time.monotonic() > job.since + FETCH_S:
             job.failed = f"the fetch did not complete within {FETCH_S:.0f} s"
             if job.slot is not None:  # the transfer has begun, so its client does not respond

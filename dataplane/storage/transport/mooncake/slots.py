@@ -40,7 +40,7 @@ _PAUSES_S = (0.00005, 0.0002, 0.001)  # between polls of a transfer, see `pause_
 @dataclass(eq=False)
 class Slot:
     """Memory for one payload, used exclusively by its holder from `take` to `give`. address: where the memory begins.
-    transfer: the engine's number of the transfer in flight. rests_until: not reused before this time.monotonic()."""
+    transfer: the engine's id of the transfer in flight. rests_until: not reused before this time.monotonic()."""
 
     memory: Bytes
     address: int

@@ -1,4 +1,4 @@
-"""The client side of exactly-once execution: call numbers, the watermark, and the settlement of abandoned calls.
+"""The client side of exactly-once execution: call ids, the watermark, and the settlement of abandoned calls.
 
 This module has no I/O, clock or locks: the caller reports sent calls and responses, from one thread at a time.
 """
@@ -28,8 +28,8 @@ from dataplane.ledger.commands import (
 
 @dataclass(slots=True)
 class _Open:
-    """A call whose number is not settled. `settles`: the abandoned number that the response to this call settles, too.
-    `listed`: count of settled numbers of the session, up to the last one that this call listed in `confirmed`."""
+    """A call whose id is not settled. `settles`: the abandoned call that the response to this call settles, too.
+    `listed`: count of settled calls of the session, up to the last one that this call listed in `confirmed`."""
 
     command: Command
     posted: bool
@@ -40,13 +40,13 @@ class _Open:
 
 
 MOST_RANGES = 1024
-"""Maximum number of ranges of settled numbers in one call; later calls list the rest."""
+"""Maximum number of ranges of settled ids in one call; later calls list the rest."""
 
 
-class CallNumbers:
-    """Issues the call numbers of one session and tracks unanswered ones.
+class CallIds:
+    """Issues the call ids of one session and tracks unanswered ones.
 
-    The watermark is the lowest unanswered number. Answered numbers above it are listed in each call (`confirmed`)
+    The watermark is the lowest unanswered id. Answered ids above it are listed in each call (`confirmed`)
     until a call that listed them is answered: even if one call waits long, the next call confirms the others. An
     abandoned call counts as unanswered until the command that undoes it is answered. The service therefore still
     has the call when the undo arrives, and never receives a confirmation of a claim whose response was dropped.
@@ -56,21 +56,21 @@ class CallNumbers:
         self.session = session
         self.confirms = True  # whether calls confirm the answers that have arrived
         self._next = 1
-        self._open: dict[int, _Open] = {}  # the numbers that are not settled, ascending
+        self._open: dict[int, _Open] = {}  # the calls that are not settled, ascending
         self._settled: deque[list[int]] = deque()
-        """Ranges [first, last] of settled numbers in the order of their settlement, without the first
-        `_forgotten_count` of all `_settled_count` settled numbers."""
+        """Ranges [first, last] of settled ids in the order of their settlement, without the first
+        `_forgotten_count` of all `_settled_count` settled ids."""
         self._settled_count = 0
         self._forgotten_count = 0
 
     @property
     def watermark(self) -> int:
-        """The lowest unanswered number, or the next number if all are answered."""
+        """The lowest unanswered id, or the next id if all are answered."""
         return next(iter(self._open), self._next)
 
     @property
     def confirmed(self) -> tuple[int, ...]:
-        """Ranges of answered numbers above the watermark that the service may not have seen: first, last, first,
+        """Ranges of answered ids above the watermark that the service may not have seen: first, last, first,
         ..."""
         if not self._settled:
             return ()
@@ -81,74 +81,74 @@ class CallNumbers:
 
     @property
     def unanswered(self) -> int:
-        """The count of unanswered numbers."""
+        """The count of unanswered calls."""
         return len(self._open)
 
     def issue(self, command: Command, *, now: float, posted: bool = False) -> Call:
-        """Assign a new number to `command`, which is about to be sent. `posted`: no caller waits for it; `due`
+        """Assign a new id to `command`, which is about to be sent. `posted`: no caller waits for it; `due`
         returns it for resending."""
         entry = _Open(command, posted, now, self._count_listed())
-        number = self._next  # from here on nothing is allocated: no finalizer can make a call between the steps
+        call_id = self._next  # from here on nothing is allocated: no finalizer can make a call between the steps
         self._next += 1
-        self._open[number] = entry
-        return self._call(number)
+        self._open[call_id] = entry
+        return self._call(call_id)
 
-    def repeat(self, number: int, *, now: float) -> Call:
-        """Return the call of an unanswered number for resending."""
-        self._open[number].sent_at = now  # `listed` stays: the first sending, which listed less, may be answered
-        return self._call(number)
+    def repeat(self, call_id: int, *, now: float) -> Call:
+        """Return an unanswered call for resending."""
+        self._open[call_id].sent_at = now  # `listed` stays: the first sending, which listed less, may be answered
+        return self._call(call_id)
 
-    def is_open(self, number: int) -> bool:
-        """Return whether the number was issued and is not settled yet."""
-        return number in self._open
+    def is_open(self, call_id: int) -> bool:
+        """Return whether the id was issued and is not settled yet."""
+        return call_id in self._open
 
-    def record_answer(self, number: int, *, processed: bool = True) -> None:
-        """Settle a number after its response (duplicate and late responses included). An abandoned number stays open
-        until its undo is answered. `processed`: the response proves that the service processed the numbers that the
+    def record_answer(self, call_id: int, *, processed: bool = True) -> None:
+        """Settle a call after its response (duplicate and late responses included). An abandoned call stays open
+        until its undo is answered. `processed`: the response proves that the service processed the ids that the
         call confirmed; they are not listed again."""
-        entry = self._open.get(number)
+        entry = self._open.get(call_id)
         if entry is None or entry.abandoned:
             return
-        if processed:  # drop the numbers that this call listed, without those dropped since
+        if processed:  # drop the ids that this call listed, without those dropped since
             self._forget(entry.listed - self._forgotten_count)
-        self._settle(number)
+        self._settle(call_id)
         if entry.settles is not None:
             self._settle(entry.settles)
 
-    def abandon(self, number: int, *, now: float) -> Call | None:
+    def abandon(self, call_id: int, *, now: float) -> Call | None:
         """Abandon a call: its response will not be used. Return the posted call that undoes it, or None if it needs
         no undo.
 
         A call without an undo is settled immediately: if it was not executed yet, it never will be.
         """
-        entry = self._open.get(number)
+        entry = self._open.get(call_id)
         if entry is None or entry.abandoned:
             return None
-        undo = undo_of(number, entry.command)
+        undo = undo_of(call_id, entry.command)
         if undo is None:
-            self._settle(number)
+            self._settle(call_id)
             return None
         entry.abandoned = True
         call = self.issue(undo, now=now, posted=True)
-        self._open[call.number].settles = number
+        self._open[call.call_id].settles = call_id
         return call
 
     def due(self, sent_before: float) -> list[int]:
-        """Return the posted, unanswered numbers that were last sent before `sent_before`."""
-        return [number for number, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
+        """Return the posted, unanswered calls that were last sent before `sent_before`."""
+        return [call_id for call_id, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
 
-    def _settle(self, number: int) -> None:
-        """Move an open number to the settled ones. Idempotent."""
-        if self._open.pop(number, None) is None:
+    def _settle(self, call_id: int) -> None:
+        """Move an open call to the settled ones. Idempotent."""
+        if self._open.pop(call_id, None) is None:
             return
-        if self._settled and self._settled[-1][1] == number - 1:
-            self._settled[-1][1] = number
+        if self._settled and self._settled[-1][1] == call_id - 1:
+            self._settled[-1][1] = call_id
         else:
-            self._settled.append([number, number])
+            self._settled.append([call_id, call_id])
         self._settled_count += 1
 
     def _count_listed(self) -> int:
-        """Return the count of settled numbers up to the last one that a call lists now (see `confirmed`). First forget
+        """Return the count of settled calls up to the last one that a call lists now (see `confirmed`). First forget
         the oldest ranges that the watermark covers."""
         watermark = self.watermark
         while self._settled and self._settled[0][1] < watermark:
@@ -158,7 +158,7 @@ class CallNumbers:
         return self._forgotten_count + sum([last - first + 1 for first, last in islice(self._settled, MOST_RANGES)])
 
     def _forget(self, count: int) -> None:
-        """Drop the oldest `count` numbers of `_settled`: the service has them, or derives them from the watermark. Do
+        """Drop the oldest `count` ids of `_settled`: the service has them, or derives them from the watermark. Do
         nothing if `count` is negative."""
         self._forgotten_count += max(0, count)
         while count > 0:
@@ -169,22 +169,22 @@ class CallNumbers:
             self._settled.popleft()
             count -= last - first + 1
 
-    def _call(self, number: int) -> Call:
+    def _call(self, call_id: int) -> Call:
         """Return the open call with the confirmations as of now."""
         return Call(
             session=self.session,
-            number=number,
+            call_id=call_id,
             watermark=self.watermark if self.confirms else 0,
             confirmed=self.confirmed if self.confirms else (),
-            command=self._open[number].command,
+            command=self._open[call_id].command,
         )
 
 
-def undo_of(number: int, command: Command) -> Command | None:
+def undo_of(call_id: int, command: Command) -> Command | None:
     """Return the command that reverts a call with unknown outcome, or None if the call holds no resources."""
     match command:
         case Allocate() | Preallocate():
-            return Abort(reservation=number)
+            return Abort(reservation=call_id)
         case Commit(reservation=int(reservation), offset=None):
             # If the commit was executed, the abort has no effect; if it was lost, its reservation must be released.
             # With an offset, the space is preallocated, and `PreallocatedBuffer` releases it.
@@ -192,7 +192,7 @@ def undo_of(number: int, command: Command) -> Command | None:
         case Move(reservation=int(reservation)):
             return Abort(reservation=reservation)
         case Locate() | Save() | FindCells():
-            return Release(located=number)
+            return Release(located=call_id)
         case Claim():
-            return Unclaim(claimed=number)
+            return Unclaim(claimed=call_id)
     return None
