@@ -65,9 +65,9 @@ def directory_seeds() -> list[bytes]:
     requests = [
         directory.OpenDirectory(directory.Process(host="h", pid=1, started=2)),
         directory.RegisterProcess(
-            number=1, kind=directory.Kind.WORKER_GROUP, name="g", endpoints=(), facts={"n": 1.5}, owned=True
+            request_id=1, kind=directory.Kind.WORKER_GROUP, name="g", endpoints=(), facts={"n": 1.5}, owned=True
         ),
-        directory.Lookup(number=2, kind=directory.Kind.CHANNEL, name="c", wait_s=1.0),
+        directory.Lookup(request_id=2, kind=directory.Kind.CHANNEL, name="c", wait_s=1.0),
     ]
     failed = directory.Failed(3, "NameNotFoundError", {"kind": "group", "name": "g", "waited_s": 0.5})
     replies = [directory.Found(1, (entry,)), directory.Gone(entry), failed, directory.Unknown("gone")]
@@ -88,7 +88,7 @@ def message_heads(data: bytes) -> None:
 def message_seeds() -> list[bytes]:
     post = messages.PostMessage(
         stream=b"s",
-        number=1,
+        sequence=1,
         source="a:0",
         incarnation=2,
         receiver=3,
@@ -100,17 +100,17 @@ def message_seeds() -> list[bytes]:
         relay=messages.Relay("b:0", 5, "h:1", 1),
         passes_on=True,
     )
-    data = messages.Data(stream=b"", number=1, source="a:0", incarnation=2, receiver=5, start=0)
+    data = messages.Data(stream=b"", sequence=1, source="a:0", incarnation=2, receiver=5, start=0)
     want = messages.WantMessage(
-        source="a:0", incarnation=2, serial=4, stream=b"s", number=1, asker=3, receiver=5, start=0, nbytes=9
+        source="a:0", incarnation=2, serial=4, stream=b"s", sequence=1, asker=3, receiver=5, start=0, nbytes=9
     )
     requests = [post, data, messages.ForgetMessage(inodes=(1, 2)), want]
     answers = [
-        messages.Held(stream=b"", number=1, kept=True),
-        messages.Pull(stream=b"", number=1, start=0, nbytes=9),
+        messages.Held(stream=b"", sequence=1, kept=True),
+        messages.Pull(stream=b"", sequence=1, start=0, nbytes=9),
         data,
-        messages.Absent(source="a:0", stream=b"", number=1),
-        messages.RefusedMessage(stream=b"", number=1, error="NoSuchError", facts={"a": 1}),
+        messages.Absent(source="a:0", stream=b"", sequence=1),
+        messages.RefusedMessage(stream=b"", sequence=1, error="NoSuchError", facts={"a": 1}),
     ]
     return [b"\1" + encode(r) for r in requests] + [b"\0" + encode(a) for a in answers]
 

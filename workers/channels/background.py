@@ -64,12 +64,12 @@ class _Confirmation:
 @dataclass(slots=True, eq=False)
 class _DelayedPut:
     """A put whose item waits in this process for space at the broker, or behind another such put of its queue.
-    reserve_number: the number of its Reserve request, 0 before that is sent."""
+    reserve_id: the id of its Reserve request, 0 before that is sent."""
 
     request: wire.Put
     parcel: Parcel
     queue_key: tuple[str, bytes]
-    reserve_number: int = 0
+    reserve_id: int = 0
 
 
 class PumpEndedError(Exception):
@@ -79,15 +79,16 @@ class PumpEndedError(Exception):
 class Pump:
     """Sends the asynchronous requests of one handle to one broker, and receives the answers in its own thread.
     Thread-safe. Puts of one thread arrive in the order in which they began. what: names a request in errors and in the
-    log; until: its deadline; number: of a request on this connection.
+    log; until: its deadline; request_id: on this connection.
 
     The pump's thread completes the futures: with an answer, with `ArrivedItems`, whose items the caller takes or
     drops, or with an error. Their callbacks must not block. lost_error: makes the error of all pending futures if the
     broker dies. `begin` and `begin_put` raise `PumpEndedError` if the thread has ended.
 
-    `_open`: the requests without an answer, by number; `_puts`: the numbers of those that are puts. `_timers`: a heap
-    of (time, number): when to look at a request or confirmation again; timers of completed ones stay in it for a while.
-    `_delayed`: the delayed puts of each queue, in order; `_reserving`: those with a Reserve request, by its number;
+    `_open`: the requests without an answer, by id; `_puts`: the ids of those that are puts. `_timers`: a heap
+    of (time, request id): when to look at a request or confirmation again; timers of completed
+    ones stay in it for a while.
+    `_delayed`: the delayed puts of each queue, in order; `_reserving`: those with a Reserve request, by its id;
     `_delayed_bytes`: the bytes of all delayed puts. `_arrived`: the gets whose items were neither acknowledged nor
     returned; `_unwanted`: the gets to cancel, because their handles were garbage-collected; `_confirming`: the gets
     whose acknowledgement is to be confirmed. `_next_timer`: the timer for which the thread wakes by itself;
@@ -135,17 +136,17 @@ class Pump:
         return bool(self._puts)
 
     def begin(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> tuple[int, Future[Any]]:
-        """Assign a number, and send the request that `make` returns for it. Return the number and the future of the
+        """Assign an id, and send the request that `make` returns for it. Return the id and the future of the
         answer, or of the error if it cannot be sent. Blocks for at most `GRACE_S` while the broker does not read."""
         with self._guard:
             self._check_running()
-            number = self._connection.next_number()
-            entry = self._register(number, what, until)
-            self._try_write(lambda: self._send(wire.encode(make(number))))
-        return number, entry.future
+            request_id = self._connection.next_request_id()
+            entry = self._register(request_id, what, until)
+            self._try_write(lambda: self._send(wire.encode(make(request_id))))
+        return request_id, entry.future
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
-        """Put `parcel` as it is now. Set the number of `request`; return it and the future of the answer.
+        """Put `parcel` as it is now. Set the id of `request`; return it and the future of the answer.
 
         The bytes are copied into the broker's memory, or, if it has no space for them yet, into this process's memory.
         `MemoryError` if the waiting puts would exceed `LATER_BYTES`. With `nowait` a put behind a delayed one
@@ -154,13 +155,13 @@ class Pump:
         queue_key = (request.channel, request.key)
         with self._guard:
             self._check_running()
-            request.number = self._connection.next_number()
+            request.request_id = self._connection.next_request_id()
             must_wait = queue_key in self._delayed
             # Puts of one queue stay in order: behind a delayed put, this one cannot be stored now.
             if must_wait and request.nowait:
                 full: Future[Any] = Future()
-                full.set_result(wire.Full(request.number))
-                return request.number, full
+                full.set_result(wire.Full(request.request_id))
+                return request.request_id, full
             space = NOWHERE  # a carried item, whose bytes are in the message, needs none
             if not must_wait and not parcel.carried:
                 space = self._take_preallocated(parcel.nbytes)
@@ -171,20 +172,20 @@ class Pump:
                     f"{what}: {waiting_bytes:,} bytes of earlier puts already wait for space; wait for some of them "
                     "first"
                 )
-            entry = self._register(request.number, what, until)
+            entry = self._register(request.request_id, what, until)
             entry.preallocate_bytes = request.preallocate_bytes
-            self._puts.add(request.number)
+            self._puts.add(request.request_id)
             request.item = parcel.item(space)
             if must_wait:
                 kept = parcel.with_private_copy(self._connection.buffer_pool)
                 self._delay_put(_DelayedPut(request, kept, queue_key))
             else:
                 self._try_write(lambda: self._connection.put(request, parcel, time.monotonic() + GRACE_S))
-        return request.number, entry.future
+        return request.request_id, entry.future
 
-    def drop(self, number: int) -> None:
+    def drop(self, request_id: int) -> None:
         """Cancel a get whose handle was garbage-collected. Only enqueues, so a finalizer may call this."""
-        self._unwanted.append(number)
+        self._unwanted.append(request_id)
         self._thread.wake()
 
     def retire(self) -> None:
@@ -207,18 +208,18 @@ class Pump:
         if self.ended is not None:
             raise PumpEndedError from self.ended
 
-    def _register(self, number: int, what: str, until: float) -> _OpenRequest:
+    def _register(self, request_id: int, what: str, until: float) -> _OpenRequest:
         """Add the request to the open requests, with a timer. Return its record."""
         now = time.monotonic()
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # from now on its holder cannot cancel it
-        entry = self._open[number] = _OpenRequest(future, what, now, until)
-        self._set_timer(number, min(until, now + waiting.LOG_EVERY_S))
+        entry = self._open[request_id] = _OpenRequest(future, what, now, until)
+        self._set_timer(request_id, min(until, now + waiting.LOG_EVERY_S))
         return entry
 
-    def _set_timer(self, number: int, at: float) -> None:
-        """Look at the request or confirmation `number` again at the time `at`."""
-        heapq.heappush(self._timers, (at, number))
+    def _set_timer(self, request_id: int, at: float) -> None:
+        """Look at the request or confirmation `request_id` again at the time `at`."""
+        heapq.heappush(self._timers, (at, request_id))
         if at < self._next_timer:  # the thread would wake too late by itself
             self._thread.wake()
 
@@ -259,24 +260,24 @@ class Pump:
 
     def _reserve_space(self, delayed: _DelayedPut) -> None:
         """Send a Reserve request for a delayed put."""
-        delayed.reserve_number = self._connection.next_number()
-        self._reserving[delayed.reserve_number] = delayed
+        delayed.reserve_id = self._connection.next_request_id()
+        self._reserving[delayed.reserve_id] = delayed
         nbytes = delayed.parcel.nbytes
         nowait = delayed.request.nowait
-        self._send(wire.encode(wire.Reserve(delayed.reserve_number, *delayed.queue_key, nbytes, nowait)))
+        self._send(wire.encode(wire.Reserve(delayed.reserve_id, *delayed.queue_key, nbytes, nowait)))
 
     def _handle_space_answer(self, delayed: _DelayedPut, answer: Reply, completions: Completions) -> None:
         """Handle the answer to a Reserve request: send the delayed put into the reserved space, or complete it with
         the answer, such as Full or Closed. Then continue with its queue."""
-        del self._reserving[delayed.reserve_number]
+        del self._reserving[delayed.reserve_id]
         if isinstance(answer, wire.ItemSpace):
-            if delayed.request.number in self._open:
+            if delayed.request.request_id in self._open:
                 delayed.request.item.space = answer.space
                 self._connection.put(delayed.request, delayed.parcel, time.monotonic() + GRACE_S)
             else:  # the put was cancelled while the broker reserved the space
-                self._send(wire.encode(wire.ReleaseSpace(self._connection.next_number(), answer.space)))
+                self._send(wire.encode(wire.ReleaseSpace(self._connection.next_request_id(), answer.space)))
         else:
-            self._complete(delayed.request.number, answer, completions)
+            self._complete(delayed.request.request_id, answer, completions)
         self._continue_queue(delayed)
 
     def _continue_queue(self, delayed: _DelayedPut) -> None:
@@ -286,7 +287,7 @@ class Pump:
         self._delayed_bytes -= queue.popleft().parcel.nbytes
         while queue:
             following = queue[0]
-            is_open = following.request.number in self._open  # otherwise it was cancelled while it waited
+            is_open = following.request.request_id in self._open  # otherwise it was cancelled while it waited
             if is_open and not following.parcel.carried:
                 self._reserve_space(following)
                 return
@@ -326,9 +327,9 @@ class Pump:
                 return None
             return poll_ms(self._next_timer - time.monotonic())
 
-    def _is_pending(self, number: int) -> bool:
-        """Return whether `number` is an open request or an acknowledgement to be confirmed."""
-        return number in self._open or number in self._confirming
+    def _is_pending(self, request_id: int) -> bool:
+        """Return whether `request_id` is an open request or an acknowledgement to be confirmed."""
+        return request_id in self._open or request_id in self._confirming
 
     def _can_end(self) -> bool:
         """Return whether the pump was retired and nothing is pending."""
@@ -343,11 +344,11 @@ class Pump:
                 if message.payload_bytes:
                     # No other answer could arrive while this payload was received: see `_check_silence`.
                     self._last_payload_at = time.monotonic()
-                delayed = self._reserving.get(answer.number)
+                delayed = self._reserving.get(answer.request_id)
                 if delayed is not None:
                     self._handle_space_answer(delayed, answer, completions)
                 else:
-                    self._complete(answer.number, answer, completions)
+                    self._complete(answer.request_id, answer, completions)
             self._drop_unwanted()
             self._check_timers(time.monotonic(), completions)
         except (StreamLostError, StreamSilentError) as error:
@@ -360,14 +361,14 @@ class Pump:
         """Send the acknowledgement of items, or return them to the queue; callable from any thread. Return the future
         of the confirmation, None if the broker sends none. Raises if the pump has ended: the next getter receives the
         items, and the bytes that were read may already have belonged to another item."""
-        number = request.number
+        request_id = request.request_id
         confirming: _Confirmation | None = None
         with self._guard:
-            self._arrived.discard(number)
+            self._arrived.discard(request_id)
             if self.ended is None:
                 if isinstance(request, wire.AckItems) and request.confirm:
-                    confirming = self._confirming[number] = _Confirmation(Future(), time.monotonic() + CONFIRM_S)
-                    self._set_timer(number, confirming.until)
+                    confirming = self._confirming[request_id] = _Confirmation(Future(), time.monotonic() + CONFIRM_S)
+                    self._set_timer(request_id, confirming.until)
                 self._try_write(lambda: self._send(wire.encode(request)))
             ended = self.ended
         if self._retiring:
@@ -383,15 +384,15 @@ class Pump:
         """Return the error for items that cannot be acknowledged because the pump has ended."""
         return self._lost_error(f"taking an item of channel {self._channel!r}", ended)
 
-    def _complete(self, number: int, answer: Reply, completions: Completions) -> None:
-        """Append to `completions` a function that completes request `number` with `answer`. If the request was answered
-        before, `answer` confirms the acknowledgement of its items: complete that confirmation."""
-        confirmed = self._confirming.pop(number, None)
+    def _complete(self, request_id: int, answer: Reply, completions: Completions) -> None:
+        """Append to `completions` a function that completes request `request_id` with `answer`. If the request was
+        answered before, `answer` confirms the acknowledgement of its items: complete that confirmation."""
+        confirmed = self._confirming.pop(request_id, None)
         if confirmed is not None:
             completions.append(lambda: confirmed.future.set_result(None))
             return
-        entry = self._open.pop(number, None)
-        self._puts.discard(number)
+        entry = self._open.pop(request_id, None)
+        self._puts.discard(request_id)
         if entry is None:  # a delayed put that was cancelled before
             return
         if isinstance(answer, wire.BrokerDone) and answer.space != NOWHERE:
@@ -400,69 +401,69 @@ class Pump:
             self._connection.preallocated = (answer.space, entry.preallocate_bytes)
         if isinstance(answer, ArrivedItems) and entry.unwanted:
             # The broker sent the items before it received the Cancel: return them, as if it had cancelled the get.
-            self._try_write(lambda: self._send(wire.encode(wire.NackItems(number))))
-            answer = wire.Cancelled(number)
+            self._try_write(lambda: self._send(wire.encode(wire.NackItems(request_id))))
+            answer = wire.Cancelled(request_id)
         if isinstance(answer, wire.Cancelled):
             error = ChannelTimeoutError(what=entry.what, waited_s=time.monotonic() - entry.begun)
             completions.append(lambda: entry.future.set_exception(error))
             return
         if isinstance(answer, ArrivedItems):
-            self._arrived.add(number)
+            self._arrived.add(request_id)
         completions.append(lambda: entry.future.set_result(answer))
 
     def _drop_unwanted(self) -> None:
         """Cancel the gets whose handles were garbage-collected. Items that have arrived return to their queue."""
         while self._unwanted:
-            number = self._unwanted.popleft()
-            entry = self._open.get(number)
+            request_id = self._unwanted.popleft()
+            entry = self._open.get(request_id)
             if entry is not None:
                 entry.unwanted = True
-                self._send(wire.encode(wire.Cancel(number)))
-            elif number in self._arrived:
-                self._arrived.discard(number)
-                self._send(wire.encode(wire.NackItems(number)))
+                self._send(wire.encode(wire.Cancel(request_id)))
+            elif request_id in self._arrived:
+                self._arrived.discard(request_id)
+                self._send(wire.encode(wire.NackItems(request_id)))
 
     def _check_timers(self, now: float, completions: Completions) -> None:
         """Handle due timers: log a waiting request, and cancel it at its deadline (a delayed put here, others at the
         broker). Raises if the broker does not confirm an acknowledgement or a cancellation in time."""
         while self._timers and self._timers[0][0] <= now:
-            _, number = heapq.heappop(self._timers)
-            entry = self._open.get(number)
-            confirming = self._confirming.get(number)
+            _, request_id = heapq.heappop(self._timers)
+            entry = self._open.get(request_id)
+            confirming = self._confirming.get(request_id)
             if confirming is not None:
                 self._check_silence(
-                    number, until=confirming.until, silent_s=CONFIRM_S, now=now, error=StreamLostError(UNCONFIRMED)
+                    request_id, until=confirming.until, silent_s=CONFIRM_S, now=now, error=StreamLostError(UNCONFIRMED)
                 )
             if entry is None:  # it was answered
                 continue
             if now < entry.until:
                 left = waiting.remaining(entry.until - now)
                 log.warning("%s: waiting for %.0f s, %s", entry.what, now - entry.begun, left)
-                self._set_timer(number, min(entry.until, now + waiting.LOG_EVERY_S))
+                self._set_timer(request_id, min(entry.until, now + waiting.LOG_EVERY_S))
             elif entry.cancelled:  # the broker has not answered the Cancel
-                self._check_silence(number, until=now, silent_s=GRACE_S, now=now, error=StreamSilentError())
-            elif not self._cancel_delayed_put(number, completions):
+                self._check_silence(request_id, until=now, silent_s=GRACE_S, now=now, error=StreamSilentError())
+            elif not self._cancel_delayed_put(request_id, completions):
                 entry.cancelled = True
-                self._send(wire.encode(wire.Cancel(number)))
-                self._set_timer(number, now + GRACE_S)
+                self._send(wire.encode(wire.Cancel(request_id)))
+                self._set_timer(request_id, now + GRACE_S)
 
-    def _check_silence(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
+    def _check_silence(self, request_id: int, until: float, silent_s: float, now: float, error: Exception) -> None:
         """Raise `error` if `until` has passed and no payload, which delays other answers, was received in the last
         `silent_s` seconds before `now`. Otherwise set a timer for the next check."""
         until = max(until, self._last_payload_at + silent_s)
         if now >= until:
             raise error
-        self._set_timer(number, until)
+        self._set_timer(request_id, until)
 
-    def _cancel_delayed_put(self, number: int, completions: Completions) -> bool:
-        """Cancel put `number` if it is a delayed one. Return whether it was. It stays in its queue until
+    def _cancel_delayed_put(self, request_id: int, completions: Completions) -> bool:
+        """Cancel put `request_id` if it is a delayed one. Return whether it was. It stays in its queue until
         `_continue_queue` comes to it."""
         for queue in self._delayed.values():
             for delayed in queue:
-                if delayed.request.number == number:
-                    if delayed.reserve_number:
-                        self._send(wire.encode(wire.Cancel(delayed.reserve_number)))
-                    self._complete(number, wire.Cancelled(number), completions)
+                if delayed.request.request_id == request_id:
+                    if delayed.reserve_id:
+                        self._send(wire.encode(wire.Cancel(delayed.reserve_id)))
+                    self._complete(request_id, wire.Cancelled(request_id), completions)
                     return True
         return False
 

@@ -145,14 +145,14 @@ class ChannelBroker:
         client = connection.ident
         if request.version != wire.VERSION:  # not added to the clients
             why = f"the versions differ: the broker has {wire.VERSION}, the client {request.version}"
-            self._server.send(client, [wire.encode(wire.Rejected(request.number, why))])
+            self._server.send(client, [wire.encode(wire.Rejected(request.request_id, why))])
             return
         self._state.join(client)
         self._is_local[client] = local = request.local and connection.local
         memory = self._memory
         mapped_bytes = memory.nbytes if local else 0
         welcome = wire.Welcome(
-            request.number,
+            request.request_id,
             memory.capacity_bytes,
             arena_bytes=mapped_bytes,
             data_from=memory.nbytes - len(memory.data),  # the usable area is the end of the arena

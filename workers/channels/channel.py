@@ -356,7 +356,7 @@ class Channel:
         for link in links:
             try:
                 link.ask_after_puts(
-                    lambda number: wire.Close(number, self._settings.ident), what, self._deadline(ASK_S)
+                    lambda request_id: wire.Close(request_id, self._settings.ident), what, self._deadline(ASK_S)
                 )
             except ChannelClosedError:
                 pass
@@ -400,13 +400,13 @@ class Channel:
         identity = settings.ident, settings.name, settings.maxsize
         for created, link in enumerate(self._links):
             try:
-                link.ask(lambda number: wire.Create(number, *identity), what, self._deadline(ASK_S))
+                link.ask(lambda request_id: wire.Create(request_id, *identity), what, self._deadline(ASK_S))
             except BaseException as error:
                 self._close_created(self._links[:created], error)
                 raise
 
     def _prepare_put(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        """Return the packed item (in a local channel the item itself), the request, whose number and item the link
+        """Return the packed item (in a local channel the item itself), the request, whose id and item the link
         sets, and the link to the branch of the key."""
         weight = as_weight(f"{what}: weight", weight)
         raw_key = self._encode_key(key)
@@ -439,10 +439,10 @@ class Channel:
     def _prepare_get(
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
-        """Return a function that makes the request with a number, and the link to the branch that stores the key."""
+        """Return a function that makes the request with an id, and the link to the branch that stores the key."""
         ident = self._settings.ident
         raw_key = self._encode_key(key)
-        return lambda number: wire.Get(number, ident, raw_key, target, nowait), self._routes.link(raw_key, what)
+        return lambda request_id: wire.Get(request_id, ident, raw_key, target, nowait), self._routes.link(raw_key, what)
 
     def _count(self, key: Any) -> wire.Counted:
         return self._routes.count(self._encode_key(key), self._describe("qsize", key))

@@ -63,9 +63,9 @@ class ArrivedItems:
         self._build: Callable[[], list[Any]] | None = None
 
     @property
-    def number(self) -> int:
-        """The number of the get that received the items."""
-        return self._answer.number
+    def request_id(self) -> int:
+        """The id of the get that received the items."""
+        return self._answer.request_id
 
     @property
     def remote(self) -> bool:
@@ -94,10 +94,10 @@ class ArrivedItems:
                 self._connection.stream.check()
         except StreamLostError:
             # Sending raises the reason of the end if it is known; otherwise this error is raised.
-            self._settle(wire.AckItems(self.number))
+            self._settle(wire.AckItems(self.request_id))
             raise
         except MemoryError:
-            self._settle(wire.NackItems(self.number))
+            self._settle(wire.NackItems(self.request_id))
             raise
         if len(unpacked) > 1:
             # Build before the acknowledgement: if an item cannot be built, the others return to the queue.
@@ -106,7 +106,7 @@ class ArrivedItems:
         else:
             # A single item that cannot be built is lost in any case, so its acknowledgement need not wait for that.
             self._build = lambda: [each.load() for each in unpacked]
-        return self._settle(wire.AckItems(self.number, confirm=self.remote))
+        return self._settle(wire.AckItems(self.request_id, confirm=self.remote))
 
     def _build_batch(self, unpacked: list[Unpacked]) -> list[Any]:
         """Return the values of the items. If some cannot be built, remove those from the channel, return the others to
@@ -120,7 +120,7 @@ class ArrivedItems:
                 errors[index] = error
         if not errors:
             return values
-        self._settle(wire.NackItems(self.number, lost=tuple(errors)))
+        self._settle(wire.NackItems(self.request_id, lost=tuple(errors)))
         first = next(iter(errors.values()))
         first.add_note(f"Items of this batch lost: {len(errors)}; returned to the channel: {len(values)}")
         raise first
@@ -167,7 +167,7 @@ class BrokerConnection:
     def __init__(self, endpoint: Endpoint, buffer_pool: BufferPool) -> None:
         self.buffer_pool = buffer_pool
         self.preallocated = (NOWHERE, 0)
-        self._number = 0
+        self._last_request_id = 0
         self._arena: Bytes | None = None
         self._writing = threading.Lock()
         self._shut = False
@@ -183,7 +183,7 @@ class BrokerConnection:
 
     def _shake_hands(self, endpoint: Endpoint, until: float) -> None:
         """Introduce this client to the broker. Map the broker's memory if the broker sends its descriptor."""
-        hello = wire.OpenBroker(self.next_number(), wire.VERSION, endpoint.token, self.stream.local)
+        hello = wire.OpenBroker(self.next_request_id(), wire.VERSION, endpoint.token, self.stream.local)
         self.stream.send([wire.encode(hello)], until)
         message, fds = self.stream.first(until)
         try:
@@ -201,10 +201,10 @@ class BrokerConnection:
             for fd in fds:
                 os.close(fd)
 
-    def next_number(self) -> int:
-        """Return the number for a new request."""
-        self._number += 1
-        return self._number
+    def next_request_id(self) -> int:
+        """Return the id for a new request."""
+        self._last_request_id += 1
+        return self._last_request_id
 
     def mapped(self, space: int, nbytes: int) -> Bytes:
         """Return bytes of the broker's memory. `StreamLostError` after `close`."""
@@ -251,7 +251,7 @@ class BrokerConnection:
         self.preallocated = (NOWHERE, 0)
         if preallocated_bytes >= nbytes:
             return space
-        self.stream.send([wire.encode(wire.ReleaseSpace(self.next_number(), space))], time.monotonic() + GRACE_S)
+        self.stream.send([wire.encode(wire.ReleaseSpace(self.next_request_id(), space))], time.monotonic() + GRACE_S)
         return NOWHERE
 
     # --- one request at a time
@@ -261,10 +261,10 @@ class BrokerConnection:
         begun = time.monotonic()
         # Sending always gets `GRACE_S`: a request that is sent in part would end the connection.
         self.stream.send([wire.encode(request)], max(until, begun + GRACE_S))
-        return self.await_answer(request.number, what, begun, until)
+        return self.await_answer(request.request_id, what, begun, until)
 
-    def await_answer(self, number: int, what: str, begun: float, until: float) -> wire.AnyAnswer | ArrivedItems:
-        """Return the answer to the request `number`, which was sent at `begun`. Cancel it at `until`, and raise
+    def await_answer(self, request_id: int, what: str, begun: float, until: float) -> wire.AnyAnswer | ArrivedItems:
+        """Return the answer to the request `request_id`, which was sent at `begun`. Cancel it at `until`, and raise
         `ChannelTimeoutError` if the cancellation came first."""
         while True:
             now = time.monotonic()
@@ -274,7 +274,7 @@ class BrokerConnection:
             except StreamSilentError:
                 now = time.monotonic()
                 if now >= until:
-                    message = self._cancel(number)
+                    message = self._cancel(request_id)
                     break
                 left = waiting.remaining(until - now)
                 log.warning("%s: waiting for %.0f s, %s", what, now - begun, left)
@@ -283,10 +283,10 @@ class BrokerConnection:
             raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
         return answer
 
-    def _cancel(self, number: int) -> Message:
+    def _cancel(self, request_id: int) -> Message:
         """Cancel a request. Return the confirmation, or the answer if the broker had already sent it."""
         deadline = time.monotonic() + GRACE_S
-        self.stream.send([wire.encode(wire.Cancel(number))], deadline)
+        self.stream.send([wire.encode(wire.Cancel(request_id))], deadline)
         return self.stream.receive(deadline)
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> None:

@@ -47,7 +47,7 @@ class Link:
     """Sends the requests of one channel handle to one broker. Thread-safe. Each synchronous call uses its own
     connection; all asynchronous calls share one connection and one thread, a `Pump`. A forked child opens new ones.
 
-    what: names the call in errors; make: returns the request for a number; until: deadline of the call. `_idle`,
+    what: names the call in errors; make: returns the request for an id; until: deadline of the call. `_idle`,
     `_in_use`: the connections for synchronous calls; `_pump`: the latest one, which may have ended; `_retired`: keep no
     idle connections, calls still work; `_closed`: calls fail; `_memory`: for the bytes of received items.
 
@@ -80,7 +80,7 @@ class Link:
     def ask(self, make: MakeRequest, what: str, until: float) -> Reply:
         """Return the answer to one request. Items are taken and returned as `Taken`."""
         with self._borrowed_connection(what) as connection:
-            answer = connection.ask(make(connection.next_number()), what, until)
+            answer = connection.ask(make(connection.next_request_id()), what, until)
             return Taken(answer.take()) if isinstance(answer, ArrivedItems) else answer
 
     def ask_after_puts(self, make: MakeRequest, what: str, until: float) -> Reply:
@@ -107,17 +107,17 @@ class Link:
             space = NOWHERE if parcel.carried else connection.take_preallocated(parcel.nbytes)
             if space == NOWHERE and not parcel.carried:
                 queue_key = (request.channel, request.key)
-                reserve = wire.Reserve(connection.next_number(), *queue_key, parcel.nbytes, request.nowait)
+                reserve = wire.Reserve(connection.next_request_id(), *queue_key, parcel.nbytes, request.nowait)
                 answer = connection.ask(reserve, what, until)
                 if not isinstance(answer, wire.ItemSpace):
                     return answer
                 space = answer.space
-            request.number, request.item = connection.next_number(), parcel.item(space)
+            request.request_id, request.item = connection.next_request_id(), parcel.item(space)
             # Request space of the same size for the next put; the answer may have it.
             request.preallocate_bytes = 0 if parcel.carried else parcel.nbytes
             # A request that is sent in part would end the connection, so sending gets `GRACE_S` even beyond `until`.
             connection.put(request, parcel, max(until, begun + GRACE_S))
-            reply = connection.await_answer(request.number, what, begun, until)
+            reply = connection.await_answer(request.request_id, what, begun, until)
             if isinstance(reply, wire.BrokerDone) and reply.space != NOWHERE:
                 connection.preallocated = (reply.space, request.preallocate_bytes)
             return reply
@@ -200,18 +200,18 @@ class Link:
     def begin(self, make: MakeRequest, what: str, until: float) -> tuple[Future[Any], Callable[[], None]]:
         """Send a request. Return the future of its answer (items as `ArrivedItems`), and a function that cancels
         it."""
-        pump, (number, future) = self._begin_on_pump(what, lambda pump: pump.begin(make, what, until))
-        return future, lambda: pump.drop(number)
+        pump, (request_id, future) = self._begin_on_pump(what, lambda pump: pump.begin(make, what, until))
+        return future, lambda: pump.drop(request_id)
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
-        """Put `parcel` as it is now. Return the request's number and the future of its answer."""
+        """Put `parcel` as it is now. Return the request's id and the future of its answer."""
         request.preallocate_bytes = 0 if parcel.carried else parcel.nbytes
         return self._begin_on_pump(what, lambda pump: pump.begin_put(request, parcel, what, until))[1]
 
     def _begin_on_pump(
         self, what: str, begin: Callable[[Pump], tuple[int, Future[Any]]]
     ) -> tuple[Pump, tuple[int, Future[Any]]]:
-        """Begin a request on a running pump. Return the pump, and the number and future of the request. A pump may end
+        """Begin a request on a running pump. Return the pump, and the id and future of the request. A pump may end
         before it is used; then the next one is tried."""
         while True:
             pump = self._running_pump(what)

@@ -66,7 +66,7 @@ class Routes:
         """Ask `branch` which branch stores the key; a new key gets the branch `wish`. Return None if the channel has
         ended on `branch`. what: names the operation in errors."""
         answer = self._links[branch].ask(
-            lambda number: wire.RouteKey(number, self._ident, key, wish), what, time.monotonic() + ASK_S
+            lambda request_id: wire.RouteKey(request_id, self._ident, key, wish), what, time.monotonic() + ASK_S
         )
         return answer.replica if isinstance(answer, wire.Routed) else None  # the protocol calls a branch a replica
 
@@ -92,6 +92,6 @@ class Routes:
         return self._request_counts(self.link(key, what), key, what)
 
     def _request_counts(self, link: Link | LocalLink, key: bytes, what: str) -> wire.Counted:
-        answer = link.ask(lambda number: wire.Count(number, self._ident, key), what, time.monotonic() + ASK_S)
+        answer = link.ask(lambda request_id: wire.Count(request_id, self._ident, key), what, time.monotonic() + ASK_S)
         assert isinstance(answer, wire.Counted), answer
         return answer

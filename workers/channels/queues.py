@@ -49,7 +49,7 @@ class OpenPut:
     """A put that waits for a free place. preallocate_bytes: see `wire.Put`."""
 
     client: Client
-    number: int
+    request_id: int
     queue: Queue
     stored: Stored
     preallocate_bytes: int
@@ -61,7 +61,7 @@ class OpenGet:
     weight: the sum of their weights."""
 
     client: Client
-    number: int
+    request_id: int
     queue: Queue
     target: float | None
     taken: list[Stored] = field(default_factory=list)
@@ -73,7 +73,7 @@ class SpaceWait:
     """A request that waits for memory."""
 
     client: Client
-    number: int
+    request_id: int
     queue: Queue
     nbytes: int
 
@@ -130,7 +130,7 @@ class ChannelQueues:
 
 @dataclass(slots=True)
 class HeldItems:
-    """State of a client: its reserved spaces with their bytes, and its open requests by number."""
+    """State of a client: its reserved spaces with their bytes, and its open requests by id."""
 
     spaces: dict[int, int] = field(default_factory=dict)
     open: dict[int, OpenPut | OpenGet | SpaceWait | ItemLease] = field(default_factory=dict)
@@ -210,7 +210,7 @@ class Broker:
             case wire.ReleaseSpace():
                 self._release(client, request.space)
             case wire.Cancel():
-                self._cancel(client, request.number)
+                self._cancel(client, request.request_id)
             case wire.Count():
                 self._count(client, request)
             case wire.Peek():
@@ -218,12 +218,12 @@ class Broker:
             case wire.Create():
                 if request.channel not in self._channels:
                     self._channels[request.channel] = ChannelQueues(request.channel, request.maxsize)
-                self._answer(client, wire.BrokerDone(request.number))
+                self._answer(client, wire.BrokerDone(request.request_id))
             case wire.RouteKey():
                 self._route(client, request)
             case wire.Close():
                 self._close(request.channel)
-                self._answer(client, wire.BrokerDone(request.number))
+                self._answer(client, wire.BrokerDone(request.request_id))
             case _:
                 raise ValueError(f"{type(request).__name__} is not a request to the state of a broker")
         return self._take_answers()
@@ -257,21 +257,21 @@ class Broker:
         channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._free_space(stored)
-            self._answer(client, wire.Closed(request.number))
+            self._answer(client, wire.Closed(request.request_id))
             self._serve_all(())  # the freed space may suffice for waiting requests
             return
         queue = channel.queue(request.key)
-        put = OpenPut(client, request.number, queue, stored, request.preallocate_bytes)
+        put = OpenPut(client, request.request_id, queue, stored, request.preallocate_bytes)
         if not queue.puts and self._can_store(queue, item):
             self._store(put)
             self._serve(queue)
         elif request.nowait:
             self._free_space(stored)
-            self._answer(client, wire.Full(request.number))
+            self._answer(client, wire.Full(request.request_id))
             self._serve_all((queue,))
         else:
             queue.puts.append(put)
-            self._clients[client].open[request.number] = put
+            self._clients[client].open[request.request_id] = put
             self._serve(queue)
 
     def _can_store(self, queue: Queue, item: wire.Item) -> bool:
@@ -290,7 +290,7 @@ class Broker:
         """Store the item of the put. Answer the put, if possible with space for the client's next one."""
         put.queue.items.append(put.stored)
         self._carried_bytes += len(put.stored.item.body)
-        self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.preallocate_bytes)))
+        self._answer(put.client, wire.BrokerDone(put.request_id, self._preallocate(put.client, put.preallocate_bytes)))
 
     def _preallocate(self, client: Client, preallocate_bytes: int) -> int:
         """Reserve and return space for the client's next put; `NOWHERE` for 0 or many bytes, or if memory is scarce."""
@@ -311,19 +311,19 @@ class Broker:
         """Append the get to its queue's waiting gets, or with `nowait` answer it now, with at most one item."""
         channel = self._channels.get(request.channel)
         if channel is None:
-            self._answer(client, wire.Ended(request.number))
+            self._answer(client, wire.Ended(request.request_id))
             return
         queue = channel.queue(request.key)
-        get = OpenGet(client, request.number, queue, request.target)
+        get = OpenGet(client, request.request_id, queue, request.target)
         if not request.nowait:
             queue.gets.append(get)
-            self._clients[client].open[request.number] = get
+            self._clients[client].open[request.request_id] = get
         elif queue.items:
             self._lease_items(get, [queue.items.popleft()])
         elif channel.closed and not queue.leased:  # leased items could return
-            self._answer(client, wire.Ended(request.number))
+            self._answer(client, wire.Ended(request.request_id))
         else:
-            self._answer(client, wire.Empty(request.number))
+            self._answer(client, wire.Empty(request.request_id))
         self._serve(queue)
 
     def _lease_items(self, get: OpenGet, taken: list[Stored]) -> None:
@@ -333,8 +333,8 @@ class Broker:
             # An item that was returned meanwhile precedes the items that were collected before its return.
             taken.sort(key=position_of)
         queue.leased += len(taken)
-        self._clients[get.client].open[get.number] = ItemLease(queue, taken)
-        self._answer(get.client, wire.Items(get.number, [stored.item for stored in taken]))
+        self._clients[get.client].open[get.request_id] = ItemLease(queue, taken)
+        self._answer(get.client, wire.Items(get.request_id, [stored.item for stored in taken]))
 
     def _collect(self, get: OpenGet) -> bool:
         """Move items to `get.taken`, which stay there until the get is answered or withdrawn. Return whether it is
@@ -363,7 +363,7 @@ class Broker:
             changed = False
             while queue.puts and self._can_store(queue, queue.puts[0].stored.item):
                 put = queue.puts.popleft()
-                del self._clients[put.client].open[put.number]
+                del self._clients[put.client].open[put.request_id]
                 self._store(put)
                 changed = True
             if queue.gets:
@@ -389,8 +389,8 @@ class Broker:
         if not queue.items and not queue.leased:  # leased items could return
             while queue.gets:
                 get = queue.gets.popleft()
-                del self._clients[get.client].open[get.number]
-                self._answer(get.client, wire.Ended(get.number))
+                del self._clients[get.client].open[get.request_id]
+                self._answer(get.client, wire.Ended(get.request_id))
         channel = queue.channel
         channel.remove_if_unneeded(queue)
         if not channel.queues:
@@ -411,9 +411,9 @@ class Broker:
 
     def _ack(self, client: Client, request: wire.AckItems) -> None:
         """Drop the items that a get received."""
-        lease = self._pop_lease(client, request.number)
+        lease = self._pop_lease(client, request.request_id)
         if request.confirm:
-            self._answer(client, wire.BrokerDone(request.number))
+            self._answer(client, wire.BrokerDone(request.request_id))
         lease.queue.leased -= len(lease.taken)
         self._free_items(lease.taken)
         # Usually no request waits for the freed space, and the queue need not be served.
@@ -424,7 +424,7 @@ class Broker:
 
     def _nack(self, client: Client, request: wire.NackItems) -> None:
         """Return leased items to their places in the queue, and drop those at the positions `request.lost`."""
-        lease = self._pop_lease(client, request.number)
+        lease = self._pop_lease(client, request.request_id)
         taken = lease.taken
         positions = set(request.lost)
         lost = [stored for position, stored in enumerate(taken) if position in positions]
@@ -434,11 +434,11 @@ class Broker:
         self._free_items(lost)
         self._serve_all((lease.queue,))
 
-    def _pop_lease(self, client: Client, number: int) -> ItemLease:
-        """Remove and return the lease of the client's get `number`."""
-        lease = self._clients[client].open.pop(number, None)
+    def _pop_lease(self, client: Client, request_id: int) -> ItemLease:
+        """Remove and return the lease of the client's get `request_id`."""
+        lease = self._clients[client].open.pop(request_id, None)
         if not isinstance(lease, ItemLease):
-            raise ValueError(f"request {number} holds no items")
+            raise ValueError(f"request {request_id} holds no items")
         return lease
 
     def _free_items(self, items: Iterable[Stored]) -> None:
@@ -447,13 +447,13 @@ class Broker:
             self._carried_bytes -= len(stored.item.body)
             self._free_space(stored)
 
-    def _cancel(self, client: Client, number: int) -> None:
+    def _cancel(self, client: Client, request_id: int) -> None:
         """Cancel a request, unless it was answered already."""
-        record = self._clients[client].open.get(number)
+        record = self._clients[client].open.get(request_id)
         if record is None or isinstance(record, ItemLease):
             return
-        del self._clients[client].open[number]
-        self._answer(client, wire.Cancelled(number))
+        del self._clients[client].open[request_id]
+        self._answer(client, wire.Cancelled(request_id))
         self._undo_request(record)
         self._serve_all((record.queue,))
 
@@ -487,20 +487,20 @@ class Broker:
         limit = self._memory.capacity_bytes
         channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
-            self._answer(client, wire.Closed(request.number))
+            self._answer(client, wire.Closed(request.request_id))
             return
         if not 0 < request.nbytes <= limit:
-            self._answer(client, wire.TooLarge(request.number, limit))
+            self._answer(client, wire.TooLarge(request.request_id, limit))
             return
         queue = channel.queue(request.key)
-        wait = SpaceWait(client, request.number, queue, request.nbytes)
+        wait = SpaceWait(client, request.request_id, queue, request.nbytes)
         granted = not queue.waits and self._give_space(wait)  # not before the queue's earlier requests
         if not granted and request.nowait:
-            self._answer(client, wire.Full(request.number))
+            self._answer(client, wire.Full(request.request_id))
         elif not granted:
             queue.waits.append(wait)
             self._queues_waiting[queue] = None
-            self._clients[client].open[request.number] = wait
+            self._clients[client].open[request.request_id] = wait
         channel.remove_if_unneeded(queue)
 
     def _give_space(self, wait: SpaceWait) -> bool:
@@ -509,7 +509,7 @@ class Broker:
         if space is None:
             return False
         self._clients[wait.client].spaces[space] = wait.nbytes
-        self._answer(wait.client, wire.ItemSpace(wait.number, space))
+        self._answer(wait.client, wire.ItemSpace(wait.request_id, space))
         return True
 
     def _hand_out_spaces(self) -> None:
@@ -523,7 +523,7 @@ class Broker:
             if not self._give_space(wait):
                 unavailable_bytes = wait.nbytes
                 continue
-            del self._clients[wait.client].open[wait.number]
+            del self._clients[wait.client].open[wait.request_id]
             del self._queues_waiting[wait.queue]
             self._end_wait(wait)
             # The queue's next request has its turn after those of the other queues.
@@ -556,11 +556,11 @@ class Broker:
         maxsize = channel.maxsize if channel else 0
         routed = channel is not None and request.key in channel.routes
         if queue is None:
-            self._answer(client, wire.Counted(request.number, 0, maxsize, puts=0, gets=0, leased=0, routed=routed))
+            self._answer(client, wire.Counted(request.request_id, 0, maxsize, puts=0, gets=0, leased=0, routed=routed))
         else:
             puts = len(queue.puts) + len(queue.waits)
             counts = (len(queue.items), maxsize, puts, len(queue.gets), queue.leased)
-            self._answer(client, wire.Counted(request.number, *counts, routed))
+            self._answer(client, wire.Counted(request.request_id, *counts, routed))
 
     def _peek(self, client: Client, request: wire.Peek) -> None:
         """Answer with the first items of a queue."""
@@ -568,15 +568,15 @@ class Broker:
         queue = channel.queues.get(request.key) if channel else None
         items = queue.items if queue else ()
         first = [stored.item for stored in itertools.islice(items, max(request.most, 0))]
-        self._answer(client, wire.Peeked(request.number, len(items), first))
+        self._answer(client, wire.Peeked(request.request_id, len(items), first))
 
     def _route(self, client: Client, request: wire.RouteKey) -> None:
         """Answer with the part that stores the key, which is the wanted part if the key is new."""
         channel = self._channels.get(request.channel)
         if channel is None:
-            self._answer(client, wire.Ended(request.number))
+            self._answer(client, wire.Ended(request.request_id))
         else:
-            self._answer(client, wire.Routed(request.number, channel.routes.setdefault(request.key, request.wish)))
+            self._answer(client, wire.Routed(request.request_id, channel.routes.setdefault(request.key, request.wish)))
 
     def _close(self, ident: str) -> None:
         """Close a channel: answer its waiting puts, also those that wait for memory, with Closed. Its gets receive the
@@ -587,14 +587,14 @@ class Broker:
         channel.closed = True
         for queue in list(channel.queues.values()):
             for wait in list(queue.waits):
-                del self._clients[wait.client].open[wait.number]
+                del self._clients[wait.client].open[wait.request_id]
                 self._end_wait(wait)
-                self._answer(wait.client, wire.Closed(wait.number))
+                self._answer(wait.client, wire.Closed(wait.request_id))
             while queue.puts:
                 put = queue.puts.popleft()
-                del self._clients[put.client].open[put.number]
+                del self._clients[put.client].open[put.request_id]
                 self._free_space(put.stored)
-                self._answer(put.client, wire.Closed(put.number))
+                self._answer(put.client, wire.Closed(put.request_id))
             self._serve(queue)
         if not channel.queues:
             self._channels.pop(ident, None)

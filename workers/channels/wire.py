@@ -1,7 +1,7 @@
 """Messages between a broker and its clients.
 
 The body of a message (see `workers.transport.framing`) is the msgpack of a tagged struct. Its payload is the bytes of
-items, for clients that cannot map the broker's arena. Clients number their requests; an answer carries the number of
+items, for clients that cannot map the broker's arena. Clients give their requests ids; an answer carries the id of
 its request.
 """
 
@@ -35,9 +35,9 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class BrokerRequest(msgspec.Struct, array_like=True):
-    """number: chosen by the client; the answer carries it."""
+    """request_id: chosen by the client; the answer carries it."""
 
-    number: int
+    request_id: int
 
 
 class OpenBroker(BrokerRequest, tag=1):
@@ -103,21 +103,21 @@ class Get(BrokerRequest, tag=7):
 
 
 class AckItems(BrokerRequest, tag=8):
-    """Acknowledge the items that request `number` received. Answered by BrokerDone only with `confirm`: over a
+    """Acknowledge the items that request `request_id` received. Answered by BrokerDone only with `confirm`: over a
     network the acknowledgement may not reach the broker, which then gives the items to the next getter."""
 
     confirm: bool = False
 
 
 class NackItems(BrokerRequest, tag=9):
-    """Return the items that request `number` received to their places, except those at the positions `lost`, which
+    """Return the items that request `request_id` received to their places, except those at the positions `lost`, which
     the getter cannot load and which are removed. Not answered."""
 
     lost: tuple[int, ...] = ()
 
 
 class Cancel(BrokerRequest, tag=10):
-    """Cancel request `number`. If it still waits, its answer is Cancelled; otherwise it was already answered."""
+    """Cancel request `request_id`. If it still waits, its answer is Cancelled; otherwise it was already answered."""
 
 
 class Count(BrokerRequest, tag=11):
@@ -142,9 +142,9 @@ class Peek(BrokerRequest, tag=13):
 
 
 class BrokerReply(msgspec.Struct, array_like=True):
-    """number: of the request."""
+    """request_id: of the request."""
 
-    number: int
+    request_id: int
 
 
 class Welcome(BrokerReply, tag=1):

@@ -77,7 +77,7 @@ class DirectoryClient:
     new entry with its new incarnation (or the LOST entry a second time if the registration failed, for example because
     another process has taken the name). Entries that it had found are not watched after that.
 
-    `_calls`: the pending requests by number; `_outbox`: requests to send; `_owned`: the entries that this process owns,
+    `_calls`: the pending requests by id; `_outbox`: requests to send; `_owned`: the entries that this process owns,
     with the requests that registered them; `_had_reply`: the directory has replied before; `_accepted`: the kernel has
     accepted the present connection, but the directory has sent nothing; `_away_since`: since when there is no working
     connection, None while there is one; `_lost_error`: the error of all calls while the directory is considered lost;
@@ -89,7 +89,7 @@ class DirectoryClient:
         split_address(address)
         self.address = address
         self._pid = os.getpid()
-        self._numbers = itertools.count(1)
+        self._request_ids = itertools.count(1)
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._outbox: collections.deque[bytes] = collections.deque()
@@ -176,11 +176,13 @@ class DirectoryClient:
     def ask(self, kind: Kind, name: str, wait_s: float) -> Answer:
         """Look up without blocking. Return a future of one entry, done within `wait_s` unless the directory is lost."""
         wait_s = seconds("wait_s", wait_s)
-        return self._ask(wire.Lookup(number=next(self._numbers), kind=kind, name=name, wait_s=wait_s))
+        return self._ask(wire.Lookup(request_id=next(self._request_ids), kind=kind, name=name, wait_s=wait_s))
 
     def listing(self, kind: Kind) -> list[DirectoryEntry]:
         """Return the live entries of a kind, oldest first."""
-        return list(self._wait(self._ask(wire.Listing(number=next(self._numbers), kind=kind)), f"a list of {kind}s"))
+        return list(
+            self._wait(self._ask(wire.Listing(request_id=next(self._request_ids), kind=kind)), f"a list of {kind}s")
+        )
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with entries that this client had found and that have ended. Return a function that
@@ -206,8 +208,8 @@ class DirectoryClient:
 
     def ask_end(self, kind: Kind, name: str, incarnation: int | None, why: str) -> Answer:
         """`end` without blocking. Return a future of the ended entry, or of an empty tuple. incarnation None: any."""
-        number = next(self._numbers)
-        return self._ask(wire.End(number=number, kind=kind, name=name, incarnation=incarnation, why=why))
+        request_id = next(self._request_ids)
+        return self._ask(wire.End(request_id=request_id, kind=kind, name=name, incarnation=incarnation, why=why))
 
     def close(self) -> None:
         """End all entries that this process owns, and close the connection. Blocks for up to a few seconds.
@@ -215,7 +217,7 @@ class DirectoryClient:
         if self._pid != os.getpid():  # in a forked child, the connection is the parent's
             return
         with contextlib.suppress(errors.DirectoryLostError, FutureTimeout):
-            self._ask(wire.LeaveJob(number=next(self._numbers))).result(_CLOSE_S)
+            self._ask(wire.LeaveJob(request_id=next(self._request_ids))).result(_CLOSE_S)
         self._thread.close()
 
     def __enter__(self) -> DirectoryClient:
@@ -238,7 +240,7 @@ class DirectoryClient:
     ) -> Answer:
         """Send a registration without blocking. Return the future of the new entry."""
         request = wire.RegisterProcess(
-            number=next(self._numbers),
+            request_id=next(self._request_ids),
             kind=kind,
             name=name,
             endpoints=endpoints,
@@ -260,7 +262,7 @@ class DirectoryClient:
             if self._lost_error is not None:
                 call.future.set_exception(self._lost_error)
                 return call.future
-            self._calls[request.number] = call
+            self._calls[request.request_id] = call
             self._outbox.append(call.data)
         self._thread.wake()
         return call.future
@@ -342,15 +344,15 @@ class DirectoryClient:
             except Exception as error:
                 _log.exception("Directory client failed on reply %r", reply)
                 if isinstance(reply, wire.Found | wire.Failed):
-                    self._complete(reply.number, InternalError(what=f"{type(reply).__name__}: {error!r}"))
+                    self._complete(reply.request_id, InternalError(what=f"{type(reply).__name__}: {error!r}"))
 
     def _handle_reply(self, reply: wire.Reply) -> None:
         """Handle one message of the directory."""
         match reply:
             case wire.Found():
-                self._complete(reply.number, reply.entries)
+                self._complete(reply.request_id, reply.entries)
             case wire.Failed():
-                self._complete(reply.number, error_of(reply))
+                self._complete(reply.request_id, error_of(reply))
             case wire.Gone():
                 self._notify(reply.entry)
             case wire.Unknown():
@@ -365,7 +367,7 @@ class DirectoryClient:
         for entry, request in owned:
             lost = msgspec.structs.replace(entry, state=EntryState.LOST, why=why)
             self._notify(lost)
-            registration = self._ask(msgspec.structs.replace(request, number=next(self._numbers)))
+            registration = self._ask(msgspec.structs.replace(request, request_id=next(self._request_ids)))
             registration.add_done_callback(functools.partial(self._on_registered_again, lost))
 
     def _on_registered_again(self, lost: DirectoryEntry, future: Answer) -> None:
@@ -375,10 +377,10 @@ class DirectoryClient:
         else:
             self._notify(lost)
 
-    def _complete(self, number: int, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
-        """Complete the future of a request with its entries or error. A no-op for an unknown number."""
+    def _complete(self, request_id: int, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
+        """Complete the future of a request with its entries or error. A no-op for an unknown id."""
         with self._guard:
-            call = self._calls.pop(number, None)
+            call = self._calls.pop(request_id, None)
             if call is None:
                 return
             if not isinstance(outcome, Exception):
@@ -429,7 +431,7 @@ class DirectoryClient:
         """Fail all pending calls with `error`, and, through `_lost_error`, later ones until a connection is made."""
         with self._guard:
             self._lost_error = error
-            numbers = list(self._calls)
+            request_ids = list(self._calls)
             self._outbox.clear()
-        for number in numbers:
-            self._complete(number, error)
+        for request_id in request_ids:
+            self._complete(request_id, error)

@@ -36,17 +36,17 @@ Effects = list[tuple[Session, Reply]]
 
 @dataclass
 class _Waiter:
-    """A lookup that waits for a registration. number: of its request; since, until: times."""
+    """A lookup that waits for a registration. request_id: of its request; since, until: times."""
 
     session: Session
-    number: int
+    request_id: int
     since: float
     until: float
 
 
 @dataclass
 class _Record:
-    """A live entry. owner: the session whose end also ends the entry, if any; registered_by: session and number of the
+    """A live entry. owner: the session whose end also ends the entry, if any; registered_by: session and id of the
     request that registered it; returns: see `RegisterProcess`; watchers: sessions that found the entry."""
 
     entry: DirectoryEntry
@@ -79,15 +79,15 @@ class Registry:
         name has a live entry, unless this same request made it (reply with it again), or both the entry and the request
         have `returns` set (replace it). Lookups that wait for a rank that a new group does not have fail."""
         key = (request.kind, request.name)
-        request_id = (session, request.number)
+        registered_by = (session, request.request_id)
         effects: Effects = []
         existing = self._live.get(key)
         # The same request again: the client repeats unanswered requests on a new connection.
-        if existing is not None and existing.registered_by == request_id:
-            return [(session, Found(request.number, (existing.entry,)))]
+        if existing is not None and existing.registered_by == registered_by:
+            return [(session, Found(request.request_id, (existing.entry,)))]
         if existing is not None and not (existing.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
-            return [(session, failed(request.number, error))]
+            return [(session, failed(request.request_id, error))]
         if existing is not None:  # both have `returns` set: the new process replaces it
             effects, _ = self._end_entry(existing, EntryState.LOST, why="another process took its place")
         self._incarnation += 1
@@ -107,12 +107,12 @@ class Registry:
                 rank_error = _missing_rank_error(waited_key, entry)
                 if rank_error is not None:
                     waiters = self._waiting.pop(waited_key)
-                    effects += [(waiter.session, failed(waiter.number, rank_error)) for waiter in waiters]
-        record = self._live[key] = _Record(entry, session if request.owned else None, request_id, request.returns)
-        effects.append((session, Found(request.number, (entry,))))
+                    effects += [(waiter.session, failed(waiter.request_id, rank_error)) for waiter in waiters]
+        record = self._live[key] = _Record(entry, session if request.owned else None, registered_by, request.returns)
+        effects.append((session, Found(request.request_id, (entry,))))
         for waiter in self._waiting.pop(key, ()):
             record.watchers.add(waiter.session)
-            effects.append((waiter.session, Found(waiter.number, (entry,))))
+            effects.append((waiter.session, Found(waiter.request_id, (entry,))))
         return effects
 
     def lookup(self, session: Session, request: Lookup, now: float) -> Effects:
@@ -123,16 +123,16 @@ class Registry:
         record = self._live.get(key)
         if record is not None:
             record.watchers.add(session)
-            return [(session, Found(request.number, (record.entry,)))]
+            return [(session, Found(request.request_id, (record.entry,)))]
         # Not among the ended entries: a lost one that another process will register again (`returns`). It is awaited.
         ended = self._ended.get(key) or self._ended.get((Kind.WORKER_GROUP, _group_name(key)))
         if ended is not None:
-            return [(session, _lost_reply(request.number, request.name, ended))]
+            return [(session, _lost_reply(request.request_id, request.name, ended))]
         worker_group = self._live.get((Kind.WORKER_GROUP, _group_name(key)))
         error = None if worker_group is None else _missing_rank_error(key, worker_group.entry)
         if error is not None:
-            return [(session, failed(request.number, error))]
-        waiter = _Waiter(session, request.number, now, now + request.wait_s)
+            return [(session, failed(request.request_id, error))]
+        waiter = _Waiter(session, request.request_id, now, now + request.wait_s)
         if request.wait_s <= 0:
             return [(session, _not_found_reply(waiter, key, now))]
         self._waiting.setdefault(key, []).append(waiter)
@@ -142,14 +142,14 @@ class Registry:
         """End the live entry of that name (and incarnation, if given). Reply with it, or with no entry."""
         record = self._live.get((request.kind, request.name))
         if record is None or request.incarnation not in (None, record.entry.incarnation):
-            return [(session, Found(request.number))]
+            return [(session, Found(request.request_id))]
         effects, entry = self._end_entry(record, EntryState.ENDED, request.why)
-        return [*effects, (session, Found(request.number, (entry,)))]
+        return [*effects, (session, Found(request.request_id, (entry,)))]
 
     def listing(self, session: Session, request: Listing) -> Effects:
         """Reply with the live entries of a kind, in order of registration."""
         entries = tuple(record.entry for record in self._live.values() if record.entry.kind is request.kind)
-        return [(session, Found(request.number, entries))]
+        return [(session, Found(request.request_id, entries))]
 
     def leave(self, session: Session, state: EntryState, why: str) -> Effects:
         """End everything that a session owns, because its process closed it (ENDED) or died (LOST), and forget what it
@@ -215,7 +215,7 @@ class Registry:
         if record.entry.kind is Kind.WORKER_GROUP:
             for key in [key for key in self._waiting if _is_worker_of(key, record.entry.name)]:
                 for waiter in self._waiting.pop(key):
-                    effects.append((waiter.session, _lost_reply(waiter.number, key[1], ended)))
+                    effects.append((waiter.session, _lost_reply(waiter.request_id, key[1], ended)))
         return effects, ended
 
     def _with_members(self, record: _Record) -> Iterator[_Record]:
@@ -251,9 +251,9 @@ def _missing_rank_error(key: Key, worker_group: DirectoryEntry) -> errors.NoSuch
 
 
 def _not_found_reply(waiter: _Waiter, key: Key, now: float) -> Failed:
-    return failed(waiter.number, errors.NameNotFoundError(kind=key[0], name=key[1], waited_s=now - waiter.since))
+    return failed(waiter.request_id, errors.NameNotFoundError(kind=key[0], name=key[1], waited_s=now - waiter.since))
 
 
-def _lost_reply(number: int, name: str, ended: DirectoryEntry) -> Failed:
+def _lost_reply(request_id: int, name: str, ended: DirectoryEntry) -> Failed:
     why = ended.why if ended.name == name else f"its {ended.kind} {ended.name!r} ended ({ended.why})"
-    return failed(number, errors.WorkerLostError(worker=name, why=why))
+    return failed(request_id, errors.WorkerLostError(worker=name, why=why))

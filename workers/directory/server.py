@@ -152,10 +152,10 @@ class Directory:
                 self._reply_error(session, request, error)
 
     def _reply_error(self, session: Session, request: wire.Request, error: Exception) -> None:
-        """Reply with an internal error to a request that failed. `OpenDirectory`, which has no number, gets none."""
+        """Reply with an internal error to a request that failed. `OpenDirectory`, which has no id, gets none."""
         if not isinstance(request, wire.OpenDirectory):
             internal = InternalError(what=f"{type(request).__name__}: {error!r}")
-            self._send_replies([(session, wire.failed(request.number, internal))])
+            self._send_replies([(session, wire.failed(request.request_id, internal))])
 
     def _handle_request(self, session: Session, fd: int, request: wire.Request) -> None:
         """Handle one request of a client. fd: the descriptor of the connection on which it came. The `OpenDirectory` of
@@ -173,7 +173,7 @@ class Directory:
             return  # sent before the connection broke: the client repeats it after its `OpenDirectory`
         if client.version != wire.VERSION:
             error = ProtocolVersionError(client_version=client.version, service_version=wire.VERSION)
-            self._send_replies([(session, wire.failed(request.number, error))])
+            self._send_replies([(session, wire.failed(request.request_id, error))])
             return
         self._send_replies(self._apply(session, request))
 
@@ -197,7 +197,7 @@ class Directory:
             case wire.LeaveJob():
                 del self._clients[session]  # the end of its connection then means nothing
                 effects = self._registry.leave(session, EntryState.ENDED, "it was closed")
-                return [*effects, (session, wire.Found(request.number))]
+                return [*effects, (session, wire.Found(request.request_id))]
             case _:
                 raise AssertionError(request)
 

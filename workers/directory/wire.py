@@ -77,9 +77,9 @@ class OpenDirectory(msgspec.Struct, frozen=True, tag=True):
 class RegisterProcess(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """owned: the entry is lost when the process that registers it dies. returns: another process will then register
     the name again, replacing this entry if it is still live, and lookups wait for it meanwhile. A repeated request
-    with the same number gets the same reply."""
+    with the same id gets the same reply."""
 
-    number: int
+    request_id: int
     kind: Kind
     name: str
     endpoints: tuple[str, ...]
@@ -92,7 +92,7 @@ class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A client that looks a name up is notified when the found entry ends. ValueError for a negative or infinite
     wait."""
 
-    number: int
+    request_id: int
     kind: Kind
     name: str
     wait_s: float
@@ -104,7 +104,7 @@ class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """incarnation: None for any. A no-op if there is no such live entry."""
 
-    number: int
+    request_id: int
     kind: Kind
     name: str
     incarnation: int | None
@@ -114,14 +114,14 @@ class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Listing(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request all live entries of a kind."""
 
-    number: int
+    request_id: int
     kind: Kind
 
 
 class LeaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """End all entries that this session owns, and the session."""
 
-    number: int
+    request_id: int
 
 
 Question = RegisterProcess | Lookup | End | Listing | LeaveJob
@@ -132,14 +132,14 @@ Request = OpenDirectory | Question
 class Found(msgspec.Struct, frozen=True, tag=True):
     """The reply to a request that succeeded."""
 
-    number: int
+    request_id: int
     entries: tuple[DirectoryEntry, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """error: the class name of an error of this package or of the data plane; facts: its keyword arguments."""
 
-    number: int
+    request_id: int
     error: str
     facts: dict[str, Any]
 
@@ -163,5 +163,5 @@ decode_request: Callable[[Any], Request] = decoder(Request)
 decode_reply: Callable[[Any], Reply] = decoder(Reply)
 
 
-def failed(number: int, error: DataPlaneError) -> Failed:
-    return Failed(number, **carried(error))
+def failed(request_id: int, error: DataPlaneError) -> Failed:
+    return Failed(request_id, **carried(error))

@@ -23,7 +23,7 @@ ones would delay other messages."""
 Key = tuple[str, bytes]
 """Messages queue by source and stream."""
 MessageId = tuple[str, bytes, int]
-"""Source, stream and number of a message, unique while the source's process runs."""
+"""Source, stream and sequence number of a message, unique while the source's process runs."""
 
 
 @dataclass(eq=False)
@@ -68,12 +68,12 @@ class Arrival:
 
     @property
     def id(self) -> MessageId:
-        return self.post.source, self.post.stream, self.post.number
+        return self.post.source, self.post.stream, self.post.sequence
 
     @property
     def order(self) -> tuple[int, int]:
         """Its place among the messages of its key."""
-        return self.post.incarnation, self.post.number
+        return self.post.incarnation, self.post.sequence
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Posting:
     """A waiting receive. target: of recv_tensor, None for recv; form: what it expects; device: the accelerator on
     which tensors of recv arrive, if any; ready: the accelerator's event to wait for before target is written, or None;
     eager: no thread waits yet, so the I/O thread copies messages of any size; begun, deadline: on the monotonic clock;
-    future: gets the delivery or the error; number: of its message, in a broadcast, otherwise -1."""
+    future: gets the delivery or the error; sequence: of its message, in a broadcast, otherwise -1."""
 
     source: str
     stream: bytes
@@ -95,7 +95,7 @@ class Posting:
     begun: float
     deadline: float
     future: Future[Delivery] = field(default_factory=Future)
-    number: int = -1
+    sequence: int = -1
 
     @property
     def key(self) -> Key:

@@ -106,7 +106,7 @@ class Fetches(dict[MessageId, Fetch]):
 
     def store_chunk(self, chunk: Data, body: Any) -> Fetch | None:
         """Store a chunk, and return its fetch if that completes it. ValueError for a malformed chunk."""
-        fetch = self.get((chunk.source, chunk.stream, chunk.number))
+        fetch = self.get((chunk.source, chunk.stream, chunk.sequence))
         if fetch is None or incarnations(fetch.arrival.post) != incarnations(chunk):
             return None  # the chunk of an earlier message
         received = np.frombuffer(body, dtype=np.uint8)
@@ -142,7 +142,7 @@ class Fetches(dict[MessageId, Fetch]):
         post = fetch.arrival.post
         relay = fetch.relay
         if relay is None:
-            pull = Pull(stream=post.stream, number=post.number, start=start, nbytes=nbytes)
+            pull = Pull(stream=post.stream, sequence=post.sequence, start=start, nbytes=nbytes)
             self._reply(fetch.arrival.route, pull)
             return
         want = WantMessage(
@@ -150,7 +150,7 @@ class Fetches(dict[MessageId, Fetch]):
             incarnation=post.incarnation,
             serial=post.serial,
             stream=post.stream,
-            number=post.number,
+            sequence=post.sequence,
             asker=post.receiver,
             receiver=relay.incarnation,
             start=start,

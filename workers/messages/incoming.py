@@ -1,6 +1,6 @@
 """Matches arrived messages and waiting receives in order. For the I/O thread only.
 
-The broadcast calls of this worker are numbered, and each call gets the message of the same number.
+The broadcast calls of this worker are numbered, and each call gets the message of the same sequence number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Incoming:
     forget: return or delete the contact with a source in a stream; is_alive: whether a source is known to be alive, and
     watched. `_arrivals`, `_postings`: queued messages and waiting receives, by source and stream; `_missed`: by key,
     the error that the next receive raises; `_fetches`: messages whose values are being pulled; transfers: those by
-    collectives; `_calls`: the numbers of this worker's broadcast calls."""
+    collectives; `_calls`: the sequence numbers of this worker's broadcast calls."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Incoming:
             return False
         self._contact(posting.source, posting.stream, posting.options)  # a new contact gets these options
         if posting.stream:  # a broadcast
-            posting.number = self._calls.next_number(posting.key)
+            posting.sequence = self._calls.next_sequence(posting.key)
         self._postings.setdefault(posting.key, deque()).append(posting)
         if is_alive:
             self._match(posting.key)
@@ -116,11 +116,12 @@ class Incoming:
             self._match(key)
 
     def _match(self, key: Key) -> None:
-        """Match the oldest message and receive of a key until one of them is missing. Broadcasts match by number."""
+        """Match the oldest message and receive of a key until one of them is missing. Broadcasts match by
+        sequence number."""
         while key in self._arrivals:
             waiting = self._postings.get(key)
             post = self._arrivals[key][0].post
-            calls_behind = self._calls.calls_behind(key, post.number)  # 0 outside of broadcasts
+            calls_behind = self._calls.calls_behind(key, post.sequence)  # 0 outside of broadcasts
             if waiting and calls_behind < 0:  # the message is for a later call: that of the oldest call will not come
                 why = "its call failed or timed out before it could send"
                 _pop_first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))
@@ -129,7 +130,7 @@ class Incoming:
                 return
             arrival = _pop_first(self._arrivals, key)
             arrival.queued = False
-            self._calls.note_matched(key, post.number)
+            self._calls.note_matched(key, post.sequence)
             if calls_behind > 0:  # the message's call has given up
                 self._drop(arrival)
             else:
@@ -147,8 +148,9 @@ class Incoming:
             self._refuse(arrival, error)
 
     def skip(self, key: Key) -> None:
-        """Use up the number of a broadcast call that failed before it could wait, and drop its message if queued."""
-        self._calls.next_number(key)
+        """Use up the sequence number of a broadcast call that failed before it could wait. Drop
+        its message if queued."""
+        self._calls.next_sequence(key)
         self._drop_abandoned_broadcasts(key)
 
     def _drop_abandoned_broadcasts(self, key: Key) -> None:
@@ -271,7 +273,7 @@ class Incoming:
 
     def handle_absent(self, absent: wire.Absent) -> None:
         """Pull from the source, because the relay does not forward these values."""
-        fetch = self._fetches.get((absent.source, absent.stream, absent.number))
+        fetch = self._fetches.get((absent.source, absent.stream, absent.sequence))
         if fetch is not None:
             self._fetches.pull_from_source(fetch)
 
@@ -309,7 +311,7 @@ class Incoming:
 
     def _find_incomplete(self, message: wire.ForReceiver) -> Arrival | None:
         """Return the message that this one is about, if it is queued or being fetched, and its values are missing."""
-        id = (message.source, message.stream, message.number)
+        id = (message.source, message.stream, message.sequence)
         fetch = self._fetches.get(id)
         queued = self._arrivals.get(id[:2], ()) if fetch is None else [fetch.arrival]
         arrival = next((each for each in queued if each.id == id), None)
@@ -440,7 +442,7 @@ class Incoming:
 
     def _send_held(self, arrival: Arrival) -> None:
         post = arrival.post
-        self._reply(arrival.route, wire.Held(stream=post.stream, number=post.number, kept=arrival.complete))
+        self._reply(arrival.route, wire.Held(stream=post.stream, sequence=post.sequence, kept=arrival.complete))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
         self._stop_fetch(arrival)
@@ -457,7 +459,7 @@ class Incoming:
             self._relays.drop_incomplete(arrival.post)
 
     def _send_received(self, arrival: Arrival) -> None:
-        self._reply(arrival.route, wire.MessageReceived(stream=arrival.post.stream, number=arrival.post.number))
+        self._reply(arrival.route, wire.MessageReceived(stream=arrival.post.stream, sequence=arrival.post.sequence))
 
 
 def _pop_first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:
@@ -470,7 +472,7 @@ def _pop_first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:
 
 
 @dataclass
-class _CallNumbers:
+class _CallSequences:
     """calls: number of calls for broadcasts of a source in a stream since the source started; next_from: the first
     call that belongs to the next process of the source's name, None while the source's present process is known."""
 
@@ -487,7 +489,7 @@ class BroadcastCalls:
 
     def __init__(self, waiting: Mapping[Key, Sequence[Posting]]) -> None:
         self._waiting = waiting
-        self._streams: dict[Key, _CallNumbers] = {}
+        self._streams: dict[Key, _CallSequences] = {}
         self._sources: set[str] = set()
         """Sources whose present process is known."""
 
@@ -495,29 +497,29 @@ class BroadcastCalls:
         """Whether this worker has called for broadcasts of that stream."""
         return key in self._streams
 
-    def next_number(self, key: Key) -> int:
-        """Return the number of a call that is made now. In a new stream, all calls belong to the source's next process
-        unless its present one is known."""
-        stream = self._streams.setdefault(key, _CallNumbers(next_from=None if key[0] in self._sources else 0))
+    def next_sequence(self, key: Key) -> int:
+        """Return the sequence number of a call that is made now. In a new stream, all calls belong to the
+        source's next process unless its present one is known."""
+        stream = self._streams.setdefault(key, _CallSequences(next_from=None if key[0] in self._sources else 0))
         stream.calls += 1
         return stream.calls - 1
 
-    def calls_behind(self, key: Key, number: int) -> int:
-        """Return how many calls ago the message of that number was expected; negative if its call is still to come. 0
-        outside of broadcasts."""
+    def calls_behind(self, key: Key, sequence: int) -> int:
+        """Return how many calls ago the message of that sequence number was expected; negative if its
+        call is still to come. 0 outside of broadcasts."""
         stream = self._streams.get(key)
         if stream is None:
             return 0
         # The next message is expected by the oldest waiting call, or else by the next call.
         waiting = self._waiting.get(key, ())
-        return (waiting[0].number if waiting else stream.calls) - number
+        return (waiting[0].sequence if waiting else stream.calls) - sequence
 
-    def note_matched(self, key: Key, number: int) -> None:
-        """Record that the call of that number got a message. If the source is lost, this call does not belong to the
-        next process of that name."""
+    def note_matched(self, key: Key, sequence: int) -> None:
+        """Record that the call of that sequence number got a message. If the source is lost, this call
+        does not belong to the next process of that name."""
         stream = self._streams.get(key)
         if stream is not None and stream.next_from is not None:
-            stream.next_from = max(stream.next_from, number + 1)
+            stream.next_from = max(stream.next_from, sequence + 1)
 
     def source_lost(self, source: str) -> None:
         """Record that the source is lost: calls from now on belong to its next process."""
@@ -534,15 +536,15 @@ class BroadcastCalls:
             # None: the source was replaced without a reported loss, so all calls so far belong to its previous process.
             since_loss = stream.calls if stream.next_from is None else stream.next_from
             # Calls that wait have no message of the previous process, so they belong to the new one.
-            first = min([since_loss, *(posting.number for posting in waiting)])
+            first = min([since_loss, *(posting.sequence for posting in waiting)])
             stream.calls = stream.calls - first
             stream.next_from = None
             for posting in waiting:
-                posting.number -= first
+                posting.sequence -= first
 
     def clear(self) -> None:
         """Restart the numbering of all streams."""
         self._streams.clear()
 
-    def _streams_of(self, source: str) -> list[tuple[Key, _CallNumbers]]:
+    def _streams_of(self, source: str) -> list[tuple[Key, _CallSequences]]:
         return [(key, stream) for key, stream in self._streams.items() if key[0] == source]

@@ -504,7 +504,7 @@ class IoThread:
         if sending is None or sending.snapshot.slab is None:
             return
         chunk = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
-        self._tell(name, Data, frame(chunk), stream=pull.stream, number=pull.number, start=pull.start)
+        self._tell(name, Data, frame(chunk), stream=pull.stream, sequence=pull.sequence, start=pull.start)
 
     def _tell(self, name: str, kind: Callable[..., wire.Request], *frames: zmq.Frame, **facts: Any) -> None:
         """Send a message with `facts` and the names of both ends to a peer, unless it is lost or cannot be reached."""

@@ -281,7 +281,7 @@ class Messenger:
         try:
             self._check_arguments(options, timeout_s, source)
         except Exception:
-            # The call counts, so the source's message of this number must be dropped.
+            # The call counts, so the source's message of this sequence number must be dropped.
             self._io_thread.call(lambda: self._io_thread.incoming.skip((source.get_name(), stream)))
             raise
         among = listed(workers)
@@ -316,12 +316,12 @@ class Messenger:
         self, error: BaseException, others: list[WorkerAddress], stream: bytes, options: CollectiveGroupOptions | None
     ) -> None:
         """Send the other workers the reason why this call brings no object. Without space in the backlog they get none;
-        the call uses up its number in either case."""
+        the call uses up its sequence number in either case."""
         fault = FaultForm(f"{type(error).__name__}: {error}")
         try:
             nothing = self._snapshots.take(fault, pickling.NOTHING, others, "a fault")
         except MessageBacklogError:
-            # The receivers' calls of this number then fail when the message of a later call arrives.
+            # The receivers' calls of this sequence number then fail when the message of a later call arrives.
             self._io_thread.call(lambda: self._io_thread.outgoing.skip(others, stream))
         else:
             # Invalid options may be the reason of the fault.

@@ -31,7 +31,7 @@ _DEFAULT = CollectiveGroupOptions()
 
 @dataclass(eq=False)
 class Sending:
-    """A message to one receiver. begun, deadline: on the monotonic clock; future: of the send; number: of the message
+    """A message to one receiver. begun, deadline: on the monotonic clock; future: of the send; sequence: of the message
     in its stream to this receiver, -1 before `queue`; kept: the receiver no longer needs this worker's bytes; group:
     the process group in which its values travel, if any."""
 
@@ -43,7 +43,7 @@ class Sending:
     begun: float
     deadline: float
     future: Future[None] = field(default_factory=Future)
-    number: int = -1
+    sequence: int = -1
     kept: bool = False
     collective: CollectiveGroup | None = None
 
@@ -76,7 +76,8 @@ class OutgoingMessages:
     called with the values of a message that its receiver no longer needs.
 
     contacts: by receiver and stream. `_queued`: the messages for `flush`, by receiver. `_sent`: those sent and neither
-    received nor refused, by receiver, then by stream and number. `_numbers`: the next number by receiver and stream.
+    received nor refused, by receiver, then by stream and sequence number. `_sequences`: the next one by receiver and
+    stream.
     `_late`: by receiver, the error of a message whose `send` had returned.
     """
 
@@ -87,7 +88,7 @@ class OutgoingMessages:
         self.contacts: dict[tuple[str, bytes], Contact] = {}
         self._queued: dict[str, deque[Sending]] = {}
         self._sent: dict[str, dict[tuple[bytes, int], Sending]] = {}
-        self._numbers: dict[tuple[str, bytes], int] = {}
+        self._sequences: dict[tuple[str, bytes], int] = {}
         self._late: dict[str, Exception] = {}
 
     def contact(self, peer: str, stream: bytes, options: CollectiveGroupOptions | None) -> Contact:
@@ -99,21 +100,22 @@ class OutgoingMessages:
         self.contacts.pop((peer, stream), None)
 
     def queue(self, sending: Sending) -> None:
-        """Queue a message until its receiver is known: `flush` then sends it. It gets its number now, so messages that
-        are never sent use up a number too."""
-        sending.number = self._next_number(sending.to, sending.stream)
+        """Queue a message until its receiver is known: `flush` then sends it. It gets its sequence number
+        now, so messages that are never sent use up one too."""
+        sending.sequence = self._next_sequence(sending.to, sending.stream)
         self._queued.setdefault(sending.to, deque()).append(sending)
 
     def skip(self, peers: Sequence[WorkerAddress], stream: bytes) -> None:
-        """Use up the number of a call that failed and that cannot be reported to the receivers."""
+        """Use up the sequence number of a call that failed and that cannot be reported to the receivers."""
         for peer in peers:
-            self._next_number(peer.get_name(), stream)
+            self._next_sequence(peer.get_name(), stream)
 
-    def _next_number(self, peer: str, stream: bytes) -> int:
-        """Return the number of the next message to that peer in this stream, counted since the peer started."""
-        number = self._numbers.get((peer, stream), 0)
-        self._numbers[peer, stream] = number + 1
-        return number
+    def _next_sequence(self, peer: str, stream: bytes) -> int:
+        """Return the sequence number of the next message to that peer in this stream, counted since the peer
+        started."""
+        sequence = self._sequences.get((peer, stream), 0)
+        self._sequences[peer, stream] = sequence + 1
+        return sequence
 
     def flush(self, peer: str, ours: int, theirs: int, endpoint: str) -> None:
         """Send the messages queued for `peer`. ours, theirs: the incarnations of both ends; endpoint: of the peer. A
@@ -125,7 +127,7 @@ class OutgoingMessages:
                 _log.exception("%s failed", sending.what)
                 # `_drop` also releases the snapshot. If `_send` failed before it recorded the message, there is only
                 # the snapshot to release.
-                if self._find_sent(peer, sending.stream, sending.number) is sending:
+                if self._find_sent(peer, sending.stream, sending.sequence) is sending:
                     self._drop(sending)
                 else:
                     self._release(sending)
@@ -135,13 +137,13 @@ class OutgoingMessages:
         """Record the message as sent, give its receiver a place in the tree of relays (if there is one), and transmit
         it. ours, theirs, endpoint: see `flush`."""
         contact = self.contact(peer, sending.stream, sending.options)
-        self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
+        self._sent.setdefault(peer, {})[sending.stream, sending.sequence] = sending
         snapshot = sending.snapshot
         tree = snapshot.tree
         relay, passes_on = (None, False) if tree is None else tree.place(peer, theirs, endpoint)
         post = PostMessage(
             stream=sending.stream,
-            number=sending.number,
+            sequence=sending.sequence,
             source=self._worker,
             incarnation=ours,
             receiver=theirs,
@@ -159,7 +161,7 @@ class OutgoingMessages:
     def handle_answer(self, peer: str, answer: Held | MessageReceived | RefusedMessage) -> None:
         """Handle an answer to a sent message. The send completes when the message was received, or is queued at its
         receiver. A refusal fails it. Answers to messages already dropped are ignored."""
-        sending = self._find_sent(peer, answer.stream, answer.number)
+        sending = self._find_sent(peer, answer.stream, answer.sequence)
         if sending is None:
             return
         match answer:
@@ -188,7 +190,7 @@ class OutgoingMessages:
 
     def give_up(self, peer: str, message: ForSender | Sending, error: DataPlaneError) -> bool:
         """Drop and fail a sent message that its receiver cannot get. Return False if it was received or refused."""
-        sending = self._find_sent(peer, message.stream, message.number)
+        sending = self._find_sent(peer, message.stream, message.sequence)
         if sending is not None:
             self._drop(sending, may_be_read=True)
             self._fail_refused(sending, error)
@@ -196,11 +198,11 @@ class OutgoingMessages:
 
     def message_to_pull(self, peer: str, pull: ForSender | Sending) -> Sending | None:
         """Return the message whose values a receiver requests, None if it was received or refused."""
-        return self._find_sent(peer, pull.stream, pull.number)
+        return self._find_sent(peer, pull.stream, pull.sequence)
 
-    def _find_sent(self, peer: str, stream: bytes, number: int) -> Sending | None:
+    def _find_sent(self, peer: str, stream: bytes, sequence: int) -> Sending | None:
         """Return the message if it was sent and neither received nor refused."""
-        return self._sent.get(peer, {}).get((stream, number))
+        return self._sent.get(peer, {}).get((stream, sequence))
 
     def late_error(self, peer: str) -> Exception | None:
         """Return the error of a message that was reported after its `send` had returned, once."""
@@ -234,8 +236,8 @@ class OutgoingMessages:
         for key in [key for key in self.contacts if key[0] == peer]:
             del self.contacts[key]
         if isinstance(error, WorkerLostError):
-            for key in [key for key in self._numbers if key[0] == peer]:
-                del self._numbers[key]
+            for key in [key for key in self._sequences if key[0] == peer]:
+                del self._sequences[key]
         return any_pending
 
     def fail_all(self, error: Exception) -> None:
@@ -243,7 +245,7 @@ class OutgoingMessages:
         with that peer raises the error, because those messages may be lost."""
         peers = {*self._queued, *self._sent}
         peers.update(peer for peer, _ in self.contacts)
-        peers.update(peer for peer, _ in self._numbers)
+        peers.update(peer for peer, _ in self._sequences)
         for peer in peers:
             delivered = peer in self._sent  # looked up first, because `lose` removes the sent messages
             if not self.lose(peer, error) and delivered:
@@ -266,7 +268,7 @@ class OutgoingMessages:
     def _drop(self, sending: Sending, *, may_be_read: bool = False) -> None:
         """Remove a sent message and release its snapshot. may_be_read: see `ValueSnapshot.release`."""
         sent = self._sent[sending.to]
-        del sent[sending.stream, sending.number]
+        del sent[sending.stream, sending.sequence]
         if not sent:
             del self._sent[sending.to]
         self._release(sending, may_be_read=may_be_read)

@@ -189,7 +189,7 @@ class Relays:
             return
         data = Data(
             stream=want.stream,
-            number=want.number,
+            sequence=want.sequence,
             source=want.source,
             incarnation=want.incarnation,
             receiver=want.asker,
@@ -199,7 +199,7 @@ class Relays:
 
     def refuse(self, route: bytes, want: WantMessage) -> None:
         """Answer that the receiver has to pull from the source."""
-        self._reply(route, Absent(stream=want.stream, number=want.number, source=want.source), None)
+        self._reply(route, Absent(stream=want.stream, sequence=want.sequence, source=want.source), None)
 
     def drop(self, key: Key) -> None:
         """Stop forwarding these values, and refuse the waiting requests for them."""

@@ -189,7 +189,7 @@ class TransferSource:
                 sending.to,
                 Transfer,
                 stream=sending.stream,
-                number=sending.number,
+                sequence=sending.sequence,
                 collective=collective.name,
                 store=collective.membership.store,
                 rank=rank,
@@ -243,7 +243,7 @@ class TransferSource:
             sending.to,
             SharedValues,
             stream=sending.stream,
-            number=sending.number,
+            sequence=sending.sequence,
             device=device_id.device,
             nbytes=values.flat.numel(),
             memory=memory,
@@ -286,7 +286,7 @@ class TransferSource:
             self.fail(sending.to, sending, DeviceTransferError(what=sending.what, why=what))
         elif self._is_pending(sending):
             slab = copied.result().name
-            self._tell(sending.to, HostValues, stream=sending.stream, number=sending.number, slab=slab)
+            self._tell(sending.to, HostValues, stream=sending.stream, sequence=sending.sequence, slab=slab)
 
     def handle_refusal(self, peer: str, refused: RefusedMessage) -> None:
         """Close the group of a message whose receiver failed in its transfer, which the other members wait for."""
@@ -297,7 +297,7 @@ class TransferSource:
     def fail(self, peer: str, message: ForSender | Sending, error: DataPlaneError) -> None:
         """Fail a sent message, if its receiver has neither received nor refused it, at both ends."""
         if self._outgoing.give_up(peer, message, error):
-            self._tell(peer, FailedMessage, stream=message.stream, number=message.number, **carried(error))
+            self._tell(peer, FailedMessage, stream=message.stream, sequence=message.sequence, **carried(error))
 
     def _is_pending(self, sending: Sending) -> bool:
         """Whether the receiver is alive and has neither received nor refused the message."""
@@ -339,7 +339,7 @@ class TransferReceiver:
             and device_id.process == post.offer.process != ""
         ):
             device_id = None
-        self._reply(arrival.route, Ready(stream=post.stream, number=post.number, device_id=device_id))
+        self._reply(arrival.route, Ready(stream=post.stream, sequence=post.sequence, device_id=device_id))
 
     def begin(self, transfer: Transfer | SharedValues) -> None:
         """Take part in a transfer, also if the receive has given up: the other members wait for this one, or the sender
@@ -351,7 +351,7 @@ class TransferReceiver:
         collective = self._collectives.find(transfer.collective)
         if collective is None:
             collective = self._collectives.open(transfer.collective, self._membership(transfer))
-        fetch = self._find((transfer.source, transfer.stream, transfer.number))
+        fetch = self._find((transfer.source, transfer.stream, transfer.sequence))
         if fetch is not None:
             fetch.collective = collective
         self._collectives.run(collective, transfer.nbytes, partial(self._done, transfer, collective))
@@ -385,7 +385,7 @@ class TransferReceiver:
             what = f"receive of a message of {transfer.source}"
             self._fail(transfer, DeviceTransferError(what=what, why=repr(outcome)))
             return
-        fetch = self._find((transfer.source, transfer.stream, transfer.number))
+        fetch = self._find((transfer.source, transfer.stream, transfer.sequence))
         if fetch is None or incarnations(fetch.arrival.post) != incarnations(transfer):
             return
         arrival = fetch.arrival

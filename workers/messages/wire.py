@@ -127,15 +127,16 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A message, whose bytes are in the last frame if `slab` is None. With an `offer` that frame has only the skeleton.
 
-    stream: empty between a pair, otherwise the name of the broadcast group; number: of this message from this sender
-    in this stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
+    stream: empty between a pair, otherwise the name of the broadcast group; sequence: number of this
+    message from this sender in this stream to this receiver; serial: of its values,
+    the same for all receivers of a broadcast; receiver: its
     incarnation, because another process may have its port by now; relay: the receiver to pull from, None for the
     sender; passes_on: others may pull from this receiver; offer: the device from which the tensors may travel by its
     collectives.
     """
 
     stream: bytes
-    number: int
+    sequence: int
     source: str
     incarnation: int
     receiver: int
@@ -167,7 +168,7 @@ class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     receive that pulled the bytes gave up."""
 
     stream: bytes
-    number: int
+    sequence: int
     kept: bool
 
 
@@ -175,14 +176,14 @@ class MessageReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A receive took the message, or no receive will: the sender may reuse its memory."""
 
     stream: bytes
-    number: int
+    sequence: int
 
 
 class RefusedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The message was dropped. error, facts: the name of one of this package's errors and its keyword arguments."""
 
     stream: bytes
-    number: int
+    sequence: int
     error: str
     facts: dict[str, Any]
 
@@ -191,7 +192,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request `nbytes` of the message's values, from offset `start` on. Answered by Data."""
 
     stream: bytes
-    number: int
+    sequence: int
     start: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: Annotated[int, msgspec.Meta(gt=0)]
 
@@ -199,10 +200,10 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The bytes for a Pull or a WantMessage follow in a frame. source: whose values they are; incarnation, receiver:
     of both ends, as in the PostMessage, because a broken connection may still deliver those of an earlier message
-    with that number."""
+    with that sequence number."""
 
     stream: bytes
-    number: int
+    sequence: int
     source: str
     incarnation: int
     receiver: int
@@ -216,14 +217,14 @@ class ForgetMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class WantMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A request to a relay. source, incarnation, serial: identify the values; stream, number: of the requester's
+    """A request to a relay. source, incarnation, serial: identify the values; stream, sequence: of the requester's
     message; asker, receiver: the incarnations of the requester and of the relay."""
 
     source: str
     incarnation: int
     serial: int
     stream: bytes
-    number: int
+    sequence: int
     asker: int
     receiver: int
     start: Annotated[int, msgspec.Meta(ge=0)]
@@ -235,7 +236,7 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     source: str
     stream: bytes
-    number: int
+    sequence: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -243,7 +244,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     the values are sent through host memory."""
 
     stream: bytes
-    number: int
+    sequence: int
     device_id: DeviceId | None
 
 
@@ -252,7 +253,7 @@ class Transfer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     on which the receiver receives; source, incarnation, receiver: as in Data."""
 
     stream: bytes
-    number: int
+    sequence: int
     source: str
     incarnation: int
     receiver: int
@@ -284,7 +285,7 @@ class SharedValues(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     receiver receives; source, incarnation, receiver: as in Data."""
 
     stream: bytes
-    number: int
+    sequence: int
     source: str
     incarnation: int
     receiver: int
@@ -297,7 +298,7 @@ class HostValues(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The values of a message with an offer are in this slab now; source, incarnation, receiver: as in Data."""
 
     stream: bytes
-    number: int
+    sequence: int
     source: str
     incarnation: int
     receiver: int
@@ -309,7 +310,7 @@ class FailedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     facts: as in RefusedMessage."""
 
     stream: bytes
-    number: int
+    sequence: int
     source: str
     incarnation: int
     receiver: int
@@ -362,4 +363,4 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def refused(post: PostMessage, error: DataPlaneError) -> RefusedMessage:
-    return RefusedMessage(stream=post.stream, number=post.number, **carried(error))
+    return RefusedMessage(stream=post.stream, sequence=post.sequence, **carried(error))

@@ -38,11 +38,11 @@ class QueueDriver:
         for client in (1, 2, 3):
             self.broker.join(client)
         self.broker.apply(3, wire.Create(1, "c", "c", maxsize))
-        self._number = 1
+        self._last_request_id = 1
 
     def say(self, client: int, kind: type, *fields: object, **named: object) -> tuple[int, Effects]:
-        self._number += 1
-        return self._number, self.broker.apply(client, kind(self._number, *fields, **named))
+        self._last_request_id += 1
+        return self._last_request_id, self.broker.apply(client, kind(self._last_request_id, *fields, **named))
 
     def put(
         self, head: object, *, client: int = 1, weight: float = 0, nowait: bool = False, key: bytes = KEY

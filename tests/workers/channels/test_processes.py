@@ -71,7 +71,7 @@ def _put_forever(channel: Channel, size: int) -> None:
 
 def _keep_reserved(channel: Channel) -> None:
     with channel._links[0]._borrowed_connection("a test") as line:  # type: ignore[union-attr]
-        reserve = wire.Reserve(line.next_number(), channel._settings.ident, b"", CAPACITY // 2, False)
+        reserve = wire.Reserve(line.next_request_id(), channel._settings.ident, b"", CAPACITY // 2, False)
         line.ask(reserve, "a test", time.monotonic() + 60)
     kept()["channel"] = channel
 

@@ -48,9 +48,9 @@ def test_a_small_item_does_not_overtake_one_that_waits_for_memory() -> None:
     assert put("large", CAPACITY // 2) == []
     assert put("small", 1) == []
     assert kinds(put("none", 1, nowait=True)) == [wire.Full]
-    number, effects = driver.say(2, wire.Get, "c", KEY, None, False)
+    request_id, effects = driver.say(2, wire.Get, "c", KEY, None, False)
     assert heads(effects) == [["first"]]
-    assert kinds(driver.broker.apply(2, wire.AckItems(number))) == [wire.BrokerDone, wire.BrokerDone]
+    assert kinds(driver.broker.apply(2, wire.AckItems(request_id))) == [wire.BrokerDone, wire.BrokerDone]
     assert [heads(driver.get()) for _ in range(2)] == [[["large"]], [["small"]]]
 
 
@@ -141,10 +141,10 @@ def test_a_collecting_batch_whose_client_left_gives_everything_back() -> None:
 def test_an_item_given_back_goes_to_who_waits() -> None:
     driver = QueueDriver()
     driver.put("a")
-    number, effects = driver.say(2, wire.Get, "c", KEY, None, False)
+    request_id, effects = driver.say(2, wire.Get, "c", KEY, None, False)
     assert heads(effects) == [["a"]]
     assert driver.get(client=3) == []
-    effects = driver.broker.apply(2, wire.NackItems(number))
+    effects = driver.broker.apply(2, wire.NackItems(request_id))
     assert [client for client, _ in effects] == [3]
 
 
@@ -152,8 +152,8 @@ def test_items_given_back_without_those_that_are_lost() -> None:
     driver = QueueDriver()
     for head in "abc":
         driver.say(1, wire.Put, "c", KEY, wire.Item(head, b"x" * (CAPACITY // 4)), 1, False)
-    number, _ = driver.say(2, wire.Get, "c", KEY, 3, False)
-    assert heads(driver.broker.apply(2, wire.NackItems(number, (1,)))) == []
+    request_id, _ = driver.say(2, wire.Get, "c", KEY, 3, False)
+    assert heads(driver.broker.apply(2, wire.NackItems(request_id, (1,)))) == []
     assert heads(driver.get(target=2)) == [["a", "c"]]
     assert kinds(driver.put("d", client=3)) == [wire.BrokerDone]
     assert driver.broker._carried_bytes == CAPACITY // 2
@@ -170,8 +170,8 @@ def test_an_acknowledgement_is_answered_where_that_is_asked_for() -> None:
     for head in "ab":
         driver.put(head)
     for confirm, answers in ((False, []), (True, [wire.BrokerDone])):
-        number, _ = driver.say(2, wire.Get, "c", KEY, None, False)
-        assert kinds(driver.broker.apply(2, wire.AckItems(number, confirm))) == answers
+        request_id, _ = driver.say(2, wire.Get, "c", KEY, None, False)
+        assert kinds(driver.broker.apply(2, wire.AckItems(request_id, confirm))) == answers
 
 
 def test_closing_refuses_puts_and_lets_gets_drain() -> None:
@@ -180,9 +180,9 @@ def test_closing_refuses_puts_and_lets_gets_drain() -> None:
     assert driver.put("b") == []
     assert driver.close() == [(1, wire.Closed(3))]
     assert kinds(driver.put("c")) == [wire.Closed]
-    number, effects = driver.say(2, wire.Get, "c", KEY, None, False)
+    request_id, effects = driver.say(2, wire.Get, "c", KEY, None, False)
     assert heads(effects) == [["a"]]
-    driver.broker.apply(2, wire.AckItems(number))
+    driver.broker.apply(2, wire.AckItems(request_id))
     assert kinds(driver.get()) == [wire.Ended]
     assert kinds(driver.get(nowait=True)) == [wire.Ended]
     assert driver.broker.channels == 0
@@ -207,17 +207,17 @@ def test_closing_hands_out_the_batch_that_will_never_be_whole() -> None:
 
 def test_cancelling_a_wait_takes_it_out_of_its_line() -> None:
     driver = QueueDriver()
-    number, _ = driver.say(2, wire.Get, "c", KEY, None, False)
-    assert driver.broker.apply(2, wire.Cancel(number)) == [(2, wire.Cancelled(number))]
+    request_id, _ = driver.say(2, wire.Get, "c", KEY, None, False)
+    assert driver.broker.apply(2, wire.Cancel(request_id)) == [(2, wire.Cancelled(request_id))]
     assert kinds(driver.put("a")) == [wire.BrokerDone]
 
 
 def test_cancelling_what_was_answered_says_nothing() -> None:
     driver = QueueDriver()
     driver.put("a")
-    number, _ = driver.say(2, wire.Get, "c", KEY, None, False)
-    assert driver.broker.apply(2, wire.Cancel(number)) == []
-    assert heads(driver.broker.apply(2, wire.NackItems(number))) == []
+    request_id, _ = driver.say(2, wire.Get, "c", KEY, None, False)
+    assert driver.broker.apply(2, wire.Cancel(request_id)) == []
+    assert heads(driver.broker.apply(2, wire.NackItems(request_id))) == []
     assert heads(driver.get(client=3)) == [["a"]]
 
 
@@ -292,9 +292,9 @@ def test_items_that_carry_their_bytes_are_bounded_too() -> None:
     item = wire.Item("a", b"x" * CAPACITY)
     assert kinds(driver.say(1, wire.Put, "c", KEY, item, 0, False)[1]) == [wire.BrokerDone]
     assert driver.say(1, wire.Put, "c", KEY, item, 0, False)[1] == []
-    number, effects = driver.say(2, wire.Get, "c", KEY, None, False)
+    request_id, effects = driver.say(2, wire.Get, "c", KEY, None, False)
     assert kinds(effects) == [wire.Items]
-    assert kinds(driver.broker.apply(2, wire.AckItems(number))) == [wire.BrokerDone]
+    assert kinds(driver.broker.apply(2, wire.AckItems(request_id))) == [wire.BrokerDone]
 
 
 def test_a_key_stays_where_it_was_first_used() -> None:

@@ -24,7 +24,7 @@ class Traffic(RuleBasedStateMachine):
         self.broker = Broker(self.memory)
         self.clients: set[int] = set()
         self.next_client = 0
-        self.next_number = 1
+        self.last_request_id = 1
         self.requests: dict[tuple[int, int], tuple[str, bytes, int]] = {}
         self.leases: dict[tuple[int, int], tuple[bytes, list[int]]] = {}
         self.granted: dict[int, deque[tuple[int, int]]] = {}
@@ -40,13 +40,13 @@ class Traffic(RuleBasedStateMachine):
     def hear(self, effects: Effects) -> None:
         for client, answer in effects:
             assert client in self.clients
-            kind, key, item = self.requests.pop((client, answer.number), ("other", b"", -1))
+            kind, key, item = self.requests.pop((client, answer.request_id), ("other", b"", -1))
             match answer:
                 case wire.Items():
                     assert kind == "get"
                     places = [int(each.head) for each in answer.items]
                     assert places == sorted(places)
-                    self.leases[(client, answer.number)] = (key, places)
+                    self.leases[(client, answer.request_id)] = (key, places)
                 case wire.BrokerDone() if kind == "put":
                     self.accepted[key].add(item)
                 case wire.ItemSpace():
@@ -59,9 +59,9 @@ class Traffic(RuleBasedStateMachine):
         """Items of a key that were taken in and not acknowledged."""
         return self.accepted[key] - self.acknowledged
 
-    def number(self) -> int:
-        self.next_number += 1
-        return self.next_number
+    def new_request_id(self) -> int:
+        self.last_request_id += 1
+        return self.last_request_id
 
     @rule()
     def add_client(self) -> None:
@@ -73,20 +73,20 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from(KEYS), weight=st.integers(0, 3), nowait=st.booleans())
     def put(self, data: st.DataObject, key: bytes, weight: int, nowait: bool) -> None:
         client = data.draw(st.sampled_from(sorted(self.clients)))
-        number = self.number()
-        item = wire.Item(number)
+        request_id = self.new_request_id()
+        item = wire.Item(request_id)
         granted = self.granted.get(client)
         if granted:
             item.space, item.nbytes = granted.popleft()
-        self.requests[(client, number)] = ("put", key, number)
-        self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
+        self.requests[(client, request_id)] = ("put", key, request_id)
+        self.tell(client, wire.Put(request_id, "c", key, item, weight, nowait))
 
     @rule(data=st.data(), key=st.sampled_from(KEYS), batch=st.none() | st.integers(0, 5), nowait=st.booleans())
     def get(self, data: st.DataObject, key: bytes, batch: int | None, nowait: bool) -> None:
         client = data.draw(st.sampled_from(sorted(self.clients)))
-        number = self.number()
-        self.requests[(client, number)] = ("get", key, -1)
-        self.tell(client, wire.Get(number, "c", key, None if nowait else batch, nowait))
+        request_id = self.new_request_id()
+        self.requests[(client, request_id)] = ("get", key, -1)
+        self.tell(client, wire.Get(request_id, "c", key, None if nowait else batch, nowait))
 
     @rule(
         data=st.data(),
@@ -96,28 +96,28 @@ class Traffic(RuleBasedStateMachine):
     )
     def reserve(self, data: st.DataObject, key: bytes, nbytes: int, nowait: bool) -> None:
         client = data.draw(st.sampled_from(sorted(self.clients)))
-        number = self.number()
-        self.requests[(client, number)] = ("reserve", key, nbytes)
-        self.tell(client, wire.Reserve(number, "c", key, nbytes, nowait))
+        request_id = self.new_request_id()
+        self.requests[(client, request_id)] = ("reserve", key, nbytes)
+        self.tell(client, wire.Reserve(request_id, "c", key, nbytes, nowait))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), back=st.booleans(), confirm=st.booleans())
     def settle(self, data: st.DataObject, back: bool, confirm: bool) -> None:
-        client, number = data.draw(st.sampled_from(sorted(self.leases)))
-        key, places = self.leases.pop((client, number))
+        client, request_id = data.draw(st.sampled_from(sorted(self.leases)))
+        key, places = self.leases.pop((client, request_id))
         if not back:
             self.acknowledged.update(places)
             if confirm:
-                self.requests[(client, number)] = ("ack", key, -1)
-        self.tell(client, wire.NackItems(number) if back else wire.AckItems(number, confirm))
-        assert (client, number) not in self.requests, "it is answered at once"
+                self.requests[(client, request_id)] = ("ack", key, -1)
+        self.tell(client, wire.NackItems(request_id) if back else wire.AckItems(request_id, confirm))
+        assert (client, request_id) not in self.requests, "it is answered at once"
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        client, number = data.draw(st.sampled_from(sorted(self.requests)))
-        self.tell(client, wire.Cancel(number))
-        assert (client, number) not in self.requests
+        client, request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.tell(client, wire.Cancel(request_id))
+        assert (client, request_id) not in self.requests
 
     @precondition(lambda self: len(self.clients) > 1)
     @rule(data=st.data())
@@ -130,11 +130,11 @@ class Traffic(RuleBasedStateMachine):
                 del owned[key]
         self.hear(self.broker.leave(client))
 
-    @precondition(lambda self: self.next_number > 30)
+    @precondition(lambda self: self.last_request_id > 30)
     @rule()
     def close(self) -> None:
         self.closed = True
-        self.tell(next(iter(self.clients)), wire.Close(self.number(), "c"))
+        self.tell(next(iter(self.clients)), wire.Close(self.new_request_id(), "c"))
 
     @invariant()
     def nothing_is_handed_out_twice(self) -> None:
@@ -179,12 +179,12 @@ class Traffic(RuleBasedStateMachine):
         for key in self.KEYS:
             found: list[int] = []
             while self.left(key):
-                number = self.number()
-                self.requests[(last, number)] = ("get", key, -1)
-                self.tell(last, wire.Get(number, "c", key, None, True))
-                found += self.leases.pop((last, number))[1]
+                request_id = self.new_request_id()
+                self.requests[(last, request_id)] = ("get", key, -1)
+                self.tell(last, wire.Get(request_id, "c", key, None, True))
+                found += self.leases.pop((last, request_id))[1]
                 self.acknowledged.update(found)
-                self.tell(last, wire.AckItems(number))
+                self.tell(last, wire.AckItems(request_id))
             assert found == sorted(found)
         self.broker.leave(last)
         assert self.memory.used_bytes == 0

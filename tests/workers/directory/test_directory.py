@@ -54,13 +54,13 @@ def _register(
     registry: Registry, session: bytes, kind: Kind, name: str, *, owned: bool = True, returns: bool = False
 ) -> list[Any]:
     request = RegisterProcess(
-        number=1, kind=kind, name=name, endpoints=("e",), facts={"size": 2}, owned=owned, returns=returns
+        request_id=1, kind=kind, name=name, endpoints=("e",), facts={"size": 2}, owned=owned, returns=returns
     )
     return registry.register(session, request)
 
 
 def _lookup(registry: Registry, session: bytes, kind: Kind, name: str, wait_s: float = 0.0) -> list[Any]:
-    return registry.lookup(session, Lookup(number=7, kind=kind, name=name, wait_s=wait_s), now=100.0)
+    return registry.lookup(session, Lookup(request_id=7, kind=kind, name=name, wait_s=wait_s), now=100.0)
 
 
 def _only(effects: list[tuple[bytes, Reply]]) -> tuple[bytes, Reply]:
@@ -75,7 +75,7 @@ def test_a_name_in_use_is_refused_unless_it_ended() -> None:
     assert isinstance(first, Found)
     assert isinstance(refused, Failed)
     assert refused.error == "NameInUseError"
-    registry.end(b"a", End(number=2, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="done"))
+    registry.end(b"a", End(request_id=2, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="done"))
     again = _only(_register(registry, b"b", Kind.WORKER_GROUP, "g"))[1]
     assert isinstance(again, Found)
     assert again.entries[0].incarnation > first.entries[0].incarnation
@@ -149,7 +149,8 @@ def test_a_rank_that_a_group_has_not_is_said_at_once() -> None:
     for name in ("g:1", "g:2", "gg:2", "g:²"):
         _lookup(registry, name.encode(), Kind.WORKER, name, wait_s=5.0)
     request = RegisterProcess(
-        number=1, kind=Kind.WORKER_GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False
+        
+        request_id=1, kind=Kind.WORKER_GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False
     )
     waited, registered = registry.register(b"d", request)
     no_such_rank = Failed(7, "NoSuchRankError", {"group": "g", "rank": 2, "size": 2})
@@ -168,13 +169,13 @@ def test_the_end_of_a_group_is_that_of_its_workers_and_of_waits_for_them() -> No
         _register(registry, name.encode(), Kind.WORKER, name)
     _lookup(registry, b"x", Kind.WORKER, "g:0:1")
     _lookup(registry, b"y", Kind.WORKER, "g:1", wait_s=60.0)
-    effects = registry.end(b"d", End(number=3, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="shut down"))
+    effects = registry.end(b"d", End(request_id=3, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="shut down"))
     by_session = dict(effects)
     assert isinstance(by_session[b"x"], Gone)
     assert by_session[b"x"].entry.name == "g:0:1"
     assert isinstance(by_session[b"y"], Failed)
     assert by_session[b"y"].error == "WorkerLostError"
-    left = _only(registry.listing(b"x", Listing(number=4, kind=Kind.WORKER)))[1]
+    left = _only(registry.listing(b"x", Listing(request_id=4, kind=Kind.WORKER)))[1]
     assert [entry.name for entry in left.entries] == ["gg:0"]
 
 
@@ -182,7 +183,7 @@ def test_a_group_registered_again_knows_nothing_of_the_one_before() -> None:
     registry = Registry()
     _register(registry, b"d", Kind.WORKER_GROUP, "g", owned=False)
     _register(registry, b"a", Kind.WORKER, "g:0")
-    registry.end(b"d", End(number=3, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="shut down"))
+    registry.end(b"d", End(request_id=3, kind=Kind.WORKER_GROUP, name="g", incarnation=None, why="shut down"))
     _register(registry, b"d", Kind.WORKER_GROUP, "g", owned=False)
     assert _lookup(registry, b"x", Kind.WORKER, "g:0", wait_s=60.0) == []
 
@@ -190,7 +191,7 @@ def test_a_group_registered_again_knows_nothing_of_the_one_before() -> None:
 def test_the_end_of_another_incarnation_is_none() -> None:
     registry = Registry()
     entry = _only(_register(registry, b"a", Kind.CHANNEL, "c"))[1].entries[0]
-    other = End(number=3, kind=Kind.CHANNEL, name="c", incarnation=entry.incarnation + 1, why="")
+    other = End(request_id=3, kind=Kind.CHANNEL, name="c", incarnation=entry.incarnation + 1, why="")
     assert _only(registry.end(b"a", other)) == (b"a", Found(3))
     assert _only(_lookup(registry, b"b", Kind.CHANNEL, "c"))[1] == Found(7, (entry,))
 
@@ -405,13 +406,13 @@ def test_a_wait_without_an_end_is_refused(client: DirectoryClient, wait_s: float
 
 @pytest.mark.parametrize("wait_s", [math.inf, math.nan, -1.0, 1e18, 1e308])
 def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: DirectoryClient, wait_s: float) -> None:
-    lookup = {"type": "Lookup", "number": 1, "kind": "worker", "name": "g:0", "wait_s": wait_s}
+    lookup = {"type": "Lookup", "request_id": 1, "kind": "worker", "name": "g:0", "wait_s": wait_s}
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
         peer.connect(f"tcp://{directory.address}")
         peer.send(encode(OpenDirectory(this_process())))
         peer.send(msgspec.msgpack.encode(lookup))
-        peer.send(encode(Listing(number=2, kind=Kind.WORKER)))
+        peer.send(encode(Listing(request_id=2, kind=Kind.WORKER)))
         assert peer.poll(60_000)
         assert decode_reply(peer.recv()) == Found(2)
     assert client.listing(Kind.WORKER) == []
@@ -431,7 +432,7 @@ def test_a_client_of_another_version_is_refused_and_others_are_not(
         peer.linger = 0
         peer.connect(f"tcp://{directory.address}")
         peer.send(encode(OpenDirectory(this_process(), version=VERSION + 1)))
-        peer.send(encode(Listing(number=1, kind=Kind.WORKER)))
+        peer.send(encode(Listing(request_id=1, kind=Kind.WORKER)))
         assert peer.poll(60_000)
         reply = decode_reply(peer.recv())
     assert isinstance(reply, Failed)

@@ -260,7 +260,7 @@ def test_what_a_connection_brought_last_does_not_make_it_live_again(
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.connect(f"tcp://{directory.address}")
         peer.send(encode(OpenDirectory(this_process())))
-        facts = {"number": 1, "kind": Kind.WORKER, "name": "g:0"}
+        facts = {"request_id": 1, "kind": Kind.WORKER, "name": "g:0"}
         peer.send(encode(RegisterProcess(endpoints=(), facts={}, owned=True, **facts)))  # type: ignore[arg-type]
         assert peer.poll(60_000)
         client.lookup_worker(G0)

@@ -58,7 +58,7 @@ def address(rank: int, group: str = "g") -> WorkerAddress:
 
 def want_of(source: str, **facts: Any) -> WantMessage:
     """A request to one that passes on what `source` sent."""
-    usual = {"stream": b"s", "number": 1, "serial": 1, "incarnation": 1, "asker": 1, "receiver": 1, "nbytes": 1}
+    usual = {"stream": b"s", "sequence": 1, "serial": 1, "incarnation": 1, "asker": 1, "receiver": 1, "nbytes": 1}
     return WantMessage(source=source, start=0, **(usual | facts))
 
 

@@ -298,7 +298,7 @@ class Ends:
             posting.fail(MessageTimeoutError(what="call", waited_s=1.0))
         if not self.incoming._postings:
             for arrival in self.incoming._arrivals.get(("g:0", b"s"), ()):
-                assert arrival.post.number >= len(self.calls), "what is for nobody is not kept"
+                assert arrival.post.sequence >= len(self.calls), "what is for nobody is not kept"
 
 
 @pytest.mark.parametrize("seed", range(100))

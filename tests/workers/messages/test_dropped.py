@@ -161,7 +161,7 @@ def test_nothing_is_written_once_the_handle_is_gone(here: Here) -> None:
 
 
 @pytest.mark.parametrize("size", [10, BIG])
-def test_a_broadcast_has_its_number_whoever_drops_its_handle(here: Here, size: int) -> None:
+def test_a_broadcast_has_its_sequence_number_whoever_drops_its_handle(here: Here, size: int) -> None:
     """Before it comes, and after."""
     a, b = here.workers(2)
     b.broadcast(None, PAIR, async_op=True)

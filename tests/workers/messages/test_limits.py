@@ -266,7 +266,7 @@ def _broadcast_to_many() -> None:
             assert pickle.loads(inline) == value
             post = wire.decode_request(head)
             assert isinstance(post, wire.PostMessage)
-            peers.send_multipart((route, encode(wire.MessageReceived(stream=post.stream, number=post.number))))
+            peers.send_multipart((route, encode(wire.MessageReceived(stream=post.stream, sequence=post.sequence))))
         assert work.wait() == value
         workers.close()
 
@@ -318,7 +318,7 @@ def test_parts_of_a_message_between_others_are_dropped(
     def serve_twice(name: str, pull: wire.Pull) -> None:
         ends = {"incarnation": a._io_thread.incarnation, "receiver": b._io_thread.incarnation}
         ends[end] -= 1
-        data = wire.Data(stream=pull.stream, number=pull.number, source="g:0", start=pull.start, **ends)
+        data = wire.Data(stream=pull.stream, sequence=pull.sequence, source="g:0", start=pull.start, **ends)
         frames = (encode(data), bytes(pull.nbytes))
         a._io_thread._links.send(name, a._io_thread._peer(name).endpoint, frames, a._io_thread.outgoing.idle)
         real(name, pull)
