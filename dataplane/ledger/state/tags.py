@@ -192,10 +192,10 @@ def _compare(predicate: Predicate, values: np.ndarray[Any, Any]) -> Bools:
     """Return which of the values satisfy the predicate."""
     if predicate.op == "in":
         options = predicate.value if isinstance(predicate.value, tuple) else (predicate.value,)
-        hits = np.zeros(len(values), np.bool_)
+        matches = np.zeros(len(values), np.bool_)
         for option in options:
-            hits |= _compare_one(operator.eq, values, option)
-        return hits
+            matches |= _compare_one(operator.eq, values, option)
+        return matches
     assert not isinstance(predicate.value, tuple), predicate
     return _compare_one(COMPARE[predicate.op], values, predicate.value)
 
