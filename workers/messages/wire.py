@@ -127,11 +127,11 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A message, whose bytes are in the last frame if `slab` is None. With an `offer` that frame has only the skeleton.
 
-    stream: empty between a pair, otherwise the name of the broadcast group; sequence: number of this
-    message from this sender in this stream to this receiver; serial: of its values,
-    the same for all receivers of a broadcast; receiver: its
-    incarnation, because another process may have its port by now; relay: the receiver to pull from, None for the
-    sender; passes_on: others may pull from this receiver; offer: the device from which the tensors may travel by its
+    stream: empty between a pair, otherwise the name of the broadcast group; sequence: number of
+    this message from this sender in this stream to this receiver; serial: of its values, the same
+    for all receivers of a broadcast; receiver: its incarnation, because another process may have
+    its port by now; relay: the receiver to pull from, None for the sender; passes_on: others may
+    pull from this receiver; offer: the device from which the tensors may travel by its
     collectives.
     """
 

@@ -101,8 +101,7 @@ class Extents:
         self.stirred = False
         # Records of the extents with several values (`is_several`).
         self.several: dict[int, Several] = {}
-        # Open accounts, and closed ones that still have bytes, by id. `opened`: the last
-        # id.
+        # Open accounts, and closed ones that still have bytes, by id. `opened`: the last id.
         self.accounts: dict[int, Account] = {}
         self.opened = 0
         self.units: Int32s = np.zeros(64, np.int32)
