@@ -221,7 +221,7 @@ def test_what_is_answered_above_a_waiting_call_is_named_until_a_call_that_named_
     assert lost.confirmed == later.confirmed == (3, 3)
     call_ids.record_answer(later.call_id)
     assert call_ids.issue(c.Units(), now=0.0).confirmed == (5, 5)
-    assert call_ids.repeat(lost.unit_id, now=1.0).confirmed == (5, 5)
+    assert call_ids.repeat(lost.call_id, now=1.0).confirmed == (5, 5)
 
 
 def test_what_a_call_named_when_it_is_repeated_may_not_have_arrived_with_it() -> None:
