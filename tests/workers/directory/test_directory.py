@@ -149,7 +149,6 @@ def test_a_rank_that_a_group_has_not_is_said_at_once() -> None:
     for name in ("g:1", "g:2", "gg:2", "g:²"):
         _lookup(registry, name.encode(), Kind.WORKER, name, wait_s=5.0)
     request = RegisterProcess(
-        
         request_id=1, kind=Kind.WORKER_GROUP, name="g", endpoints=(), facts={"world_size": 2}, owned=False
     )
     waited, registered = registry.register(b"d", request)
