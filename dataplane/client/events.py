@@ -140,7 +140,7 @@ class _OperationRecord:
         it."""
         if not isinstance(step, Send):
             return
-        command = step.command
+        command = step.command.expand() if isinstance(step.command, c.PutRows) else step.command
         if self._by_command:
             self.op = command.operation()
         self._partition = getattr(command, "partition", "") or self._partition
@@ -157,6 +157,8 @@ class _OperationRecord:
 
     def add_result(self, command: c.Command, result: Any) -> None:
         """Record the counts in the result of a command; other commands than these have none."""
+        if isinstance(command, c.PutRows):
+            command = command.expand()
         match command, result:
             case c.Commit(), c.Committed():  # added up: a restore sends many commits
                 self._samples += len(result.rows)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dataplane.client.preallocated import PreallocatedBuffer
 from dataplane.client.unit_connections import UnitConnections
@@ -27,6 +27,9 @@ from dataplane.data.columns.parallel_copy import Copier, default_threads
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.storage.session_lock import SessionLock
+
+if TYPE_CHECKING:
+    from dataplane.client.operations.short_put import PutPlan
 
 T = TypeVar("T")
 
@@ -219,6 +222,8 @@ class SessionState:
         self.durable = durable
         self.schemas = Schemas()
         self.warned = Warned()
+        # By partition and names of fields, the plans of small puts.
+        self.put_plans: dict[tuple[str, ...], PutPlan] = {}
         self.pins = Pins()
         self.preallocated = PreallocatedBuffer()
         self.appends = Turns()

@@ -173,6 +173,16 @@ class UnitConnections:
         connections = [self._connections.get(unit) for unit in units]
         return all(each is not None and each.local for each in connections)
 
+    def mapped_memory(self, unit: int, end: int) -> Bytes | None:
+        """Return the bytes of the unit's arena if it is mapped and has at least `end` bytes, else None. The array keeps
+        the mapping alive. Write to it only where the session holds a reservation."""
+        connection = self._connections.get(unit)
+        arena = None if connection is None or not connection.local else connection.arena
+        if arena is None:
+            return None
+        memory = arena.writable_memory
+        return None if memory is None or end > len(memory) else memory
+
     def write(
         self,
         placements: Sequence[c.Placement],

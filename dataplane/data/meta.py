@@ -115,6 +115,36 @@ class KVBatchMeta:
             )
         _set(self, values)
 
+    @classmethod
+    def of_put(
+        cls,
+        partition: str,
+        ids: list[str],
+        fields: list[str],
+        *,
+        sequence_lengths: list[int] | None,
+        extra_info: dict[str, Any],
+        tags: list[dict[str, Scalar]] | None,
+        rows: Int64s,
+        generations: Int64s,
+    ) -> KVBatchMeta:
+        """Create a meta, with these new lists, of samples that were put. Nothing needs a check."""
+        meta = object.__new__(cls)
+        values: dict[str, Any] = {
+            "partition_id": partition,
+            "task_name": None,
+            "sample_ids": ids,
+            "fields": fields,
+            "sequence_lengths": sequence_lengths,
+            "extra_info": extra_info,
+            "tags": tags,
+            "_rows": rows,
+            "_generations": generations,
+            "_claims": None,
+        }
+        _set(meta, values)
+        return meta
+
     # --- contents ---
 
     @property

@@ -31,6 +31,8 @@ class MappedArena:
         self.path = path
         self.capacity_bytes = capacity_bytes
         self._writable = writable
+        # The usable area of the writable mapping; None as `_writable`.
+        self.writable_memory: Bytes | None = None if writable is None else writable[HEADER_BYTES:]
         self._readonly: Bytes | None = readonly
         self._registered: RegisteredMemory | None = None
 
@@ -111,6 +113,7 @@ class MappedArena:
         """Release the mappings. Each one is unmapped when the last array returned from it is freed. Idempotent. Blocks
         while a GPU copies from or to the arena."""
         self._writable = None
+        self.writable_memory = None
         self._readonly = None
         registered, self._registered = self._registered, None
         if registered is not None:

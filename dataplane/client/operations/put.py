@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,14 @@ from dataplane.client.operations.joined_puts import (
 )
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
+from dataplane.client.operations.short_put import (
+    UNCERTAIN_ERRORS,
+    ShortPut,
+    meta_of_short,
+    prepare,
+    remember,
+    store_short,
+)
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait, Work
 from dataplane.client.preallocated import PreallocatedPortion, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
@@ -35,16 +44,12 @@ from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import (
-    CallTimeoutError,
     CapacityTimeoutError,
-    ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
     RowsChangedError,
     SchemaError,
     ServiceRestartedError,
-    ServiceUnavailableError,
-    SessionExpiredError,
     StaleSchemaError,
     StorageUnitError,
 )
@@ -54,9 +59,6 @@ log = logging.getLogger(__name__)
 
 APPEND = "append"
 """A mode of puts only: its commit updates the rows that were read before, or creates missing rows."""
-
-_UNCERTAIN_ERRORS = (CallTimeoutError, ClientClosedError, ServiceUnavailableError, SessionExpiredError)
-"""Errors of a commit after which it is unknown whether it was executed."""
 
 PUT_TRIES = 8
 """Maximum number of attempts of a put when another client changes the schema or the rows that an append extends."""
@@ -71,6 +73,29 @@ def put(
     mode: str,
 ) -> Operation[KVBatchMeta]:
     """Encode, allocate, copy, commit. The rows become visible atomically; a failed put leaves nothing behind."""
+    short = prepare(session_state, names, partition, fields, tags, mode)
+    if short is None:
+        return _put(session_state, names, partition, fields, tags, mode)
+    return _put_short(session_state, short, partial(_put, session_state, names, partition, fields, tags, mode))
+
+
+def _put_short(
+    session_state: SessionState, short: ShortPut, general: Callable[[], Operation[KVBatchMeta]]
+) -> Operation[KVBatchMeta]:
+    """Store the put the short way, or if that is not possible the general one."""
+    committed = yield from store_short(session_state, short)
+    return (yield from general()) if committed is None else meta_of_short(short, committed)
+
+
+def _put(
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    fields: TensorDict | Mapping[str, Any] | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+    mode: str,
+) -> Operation[KVBatchMeta]:
+    """Execute `put` the general way."""
     ids = ids_of(names)
     tag_values = tag_columns(tags, len(ids))
     stored = put_rows(session_state, names, ids, partition, fields, tag_values, mode)
@@ -133,6 +158,8 @@ def put_rows(
             committed = None if small is None else (yield Join(small))
             if committed is None:  # stored alone
                 committed = yield from store(session_state, commit, ids, encoded)
+            if encoded:
+                remember(session_state, partition, fields, encoded)
             return encoded, committed
         except (SchemaError, StaleSchemaError) as error:
             # Stale: the schema has no kind for the field any longer, so it has lost the declaration.
@@ -475,7 +502,7 @@ def store_joined(
         failed = False
         return results_of(puts, committed)
     except Exception as error:
-        if is_sent and (isinstance(error, _UNCERTAIN_ERRORS) or not isinstance(error, DataPlaneError)):
+        if is_sent and (isinstance(error, UNCERTAIN_ERRORS) or not isinstance(error, DataPlaneError)):
             raise
         return None
     finally:

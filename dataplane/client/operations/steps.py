@@ -42,6 +42,11 @@ class Post:
     command: Command
 
 
+def always() -> bool:
+    """Return True: the `brief` of work that is always short."""
+    return True
+
+
 def never() -> bool:
     """Return False: the `brief` of work that may take long."""
     return False

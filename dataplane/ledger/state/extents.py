@@ -149,6 +149,30 @@ class Extents:
         self.moved.add(int(self.owners[extent_id]))
         return extent_id
 
+    @property
+    def room(self) -> int:
+        """How many extents can be created before the table grows."""
+        return len(self.spare) + len(self.units) - self.high
+
+    def create_live(self, unit: int, start: int, size: int, account: Account, cells: int) -> int:
+        """Create an extent as `reserve` does, for an account for which no put waits, and make it live as `make_live`
+        does. The table has room."""
+        if self.spare:
+            number = self.spare.pop()
+        else:
+            number = self.high
+            self.high += 1
+        self.units[number] = unit
+        self.starts[number] = start
+        self.sizes[number] = size
+        self.states[number] = LIVE
+        self.owners[number] = account.number
+        self.live[number] = cells
+        account.live_bytes += size
+        account.used_bytes += size
+        account.peak_bytes = max(account.peak_bytes, account.used_bytes)
+        return number
+
     def cut(self, extent_id: int, start: int, nbytes: int) -> list[int]:
         """Remove [start, start + nbytes), whole granules, from a reserved extent without an account. The bytes do not
         become free: the caller reserves other extents over them. Return the extents that hold the rest, by address: the

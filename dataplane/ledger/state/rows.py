@@ -86,6 +86,34 @@ class Rows:
         self.end += count
         return rows
 
+    def create_one(self, name: str, generation: int, now: float) -> int:
+        """Create one row as `create` does, and return it. The tables have room (see `room`)."""
+        if self.free:
+            row = self.free.pop()
+            self.names[row] = name
+        else:
+            row = len(self.names)
+            self.names.append(name)
+        self.ids[name] = row
+        self.generations[row] = generation
+        self.since[row] = now
+        self.positions[row] = self.end
+        self.order[self.end] = row
+        self.end += 1
+        return row
+
+    @property
+    def room(self) -> int:
+        """How many rows can be created before a table grows or the age order is compacted."""
+        if self.is_mostly_dead:
+            return 0
+        return min(len(self.free) + self.capacity - len(self.names), len(self.order) - self.end)
+
+    @property
+    def is_mostly_dead(self) -> bool:
+        """Whether the age order is to be compacted."""
+        return self.end > 2 * len(self.ids) + SLACK
+
     def remove(self, rows: Int64s) -> None:
         """Remove these live rows; their slots may be reused."""
         self.order[self.positions[rows]] = -1
@@ -101,7 +129,7 @@ class Rows:
     def compact(self) -> Int64s | None:
         """Compact the age order if it is mostly dead. Return the old positions of the remaining rows; None if nothing
         was done."""
-        if self.end <= 2 * self.live + SLACK:
+        if not self.is_mostly_dead:
             return None
         kept = np.flatnonzero(self.order[: self.end] >= 0)
         order = np.zeros(next_capacity(0, len(kept)), np.int64)

@@ -1,0 +1,336 @@
+"""The short way of a small put: the columns of an earlier put of the same fields are known, so that
+nothing has to be derived from the values but their lengths.
+
+Whatever is unusual is left, before anything was sent or copied, to the general way (`put`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from dataplane.client.operations.steps import Operation, Send, Work, always
+from dataplane.client.preallocated import SMALL_BYTES
+from dataplane.client.session_state import Schema, SessionState
+from dataplane.core.checksums import checksums_of
+from dataplane.core.devices import CPU
+from dataplane.core.failpoints import failpoint
+from dataplane.core.plain_numbers import numbers_dtype
+from dataplane.core.row_copy import UInt8s, address
+from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
+from dataplane.core.types import GRANULE_BYTES, INT64_MAX, INT64_MIN, FieldKind, Scalar
+from dataplane.data.columns import EncodedColumn
+from dataplane.data.meta import KVBatchMeta
+from dataplane.data.object_codec import encode_rows
+from dataplane.data.tensor_memory import TORCH_DTYPES
+from dataplane.errors import (
+    CallTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    ServiceUnavailableError,
+    SessionExpiredError,
+    UnsupportedValueError,
+)
+from dataplane.ledger import commands as c
+from dataplane.ledger.commands.put_rows import PlanColumn, encode_plan
+
+log = logging.getLogger(__name__)
+
+UNCERTAIN_ERRORS = (CallTimeoutError, ClientClosedError, ServiceUnavailableError, SessionExpiredError)
+"""Errors of a commit after which it is unknown whether it was executed."""
+MAX_ROWS = 32
+MAX_COLUMNS = 64
+"""Maximum numbers of samples and columns of a small put."""
+MAX_PLANS = 256
+"""Maximum number of plans that a session remembers."""
+_MODES = {mode.value: mode for mode in c.Mode}
+_STRIDED = torch.strided
+_PLAIN_TAGS = frozenset({str, bool, int, float, type(None)})
+_KINDS = frozenset({FieldKind.DENSE, FieldKind.JAGGED, FieldKind.OBJECT})
+_Source = tuple[int | bytes, int, object]
+"""Bytes to copy: their address, or the bytes themselves; their number; and what keeps them alive."""
+
+
+class _Column(NamedTuple):
+    """How the values of a column are given and stored. is_list: as a list of rows, else as one tensor. dims: the number
+    of dimensions of the tensor, or of each row."""
+
+    name: str
+    kind: FieldKind
+    dtype: torch.dtype | None
+    numbers: str | None
+    inner: tuple[int, ...]
+    dims: int
+    is_list: bool
+    unit_bytes: int
+
+
+class PutPlan:
+    """What puts of some fields into a partition have in common, as long as the client's `schema` of the partition is
+    the same object."""
+
+    def __init__(self, schema: Schema | None, columns: Sequence[EncodedColumn], is_list: Sequence[bool]) -> None:
+        self.schema = schema
+        self.columns: list[_Column] = []
+        for column, listed in zip(columns, is_list, strict=True):
+            spec = column.spec
+            inner = spec.inner or ()
+            dims = len(inner) + (not listed) + (spec.kind is FieldKind.JAGGED)
+            assert spec.kind is not None
+            dtype = None if spec.kind is FieldKind.OBJECT else TORCH_DTYPES[spec.dtype or ""]
+            self.columns.append(
+                _Column(column.name, spec.kind, dtype, spec.dtype, inner, dims, listed, spec.unit_bytes)
+            )
+        self.encoded = encode_plan(
+            tuple([PlanColumn(each.name, each.spec, by_schema=each.by_schema) for each in columns])
+        )
+
+
+def remember(
+    session_state: SessionState, partition: str, fields: Mapping[str, Any], encoded: Sequence[EncodedColumn]
+) -> None:
+    """Remember the plan of a put that was stored, if further ones like it are possible the short way."""
+    if len(fields) != len(encoded) or len(encoded) > MAX_COLUMNS or len(encoded[0].lengths) > MAX_ROWS:
+        return
+    is_list = []
+    for column, value in zip(encoded, fields.values(), strict=True):
+        spec = column.spec
+        if column.index is not None or spec.kind not in _KINDS or column.values.device != CPU:
+            return
+        if type(value) not in (Tensor, list) or (spec.dtype or "").startswith("complex"):
+            return
+        is_list.append(type(value) is list)
+    plans = session_state.put_plans
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[partition, *fields] = PutPlan(session_state.schemas.get(partition), encoded, is_list)
+
+
+class ShortPut(NamedTuple):
+    """A put that can take the short way. names: of the fields. sources: by column, the bytes to copy. sizes: by column,
+    their number in whole granules."""
+
+    partition: str
+    ids: list[str]
+    mode: c.Mode
+    names: list[str]
+    plan: PutPlan
+    lengths: list[int]
+    sources: list[list[_Source]]
+    sizes: list[int]
+    tags: dict[str, tuple[Scalar, ...]]
+    tag_dicts: list[dict[str, Scalar]] | None
+    listed: bool
+
+
+def prepare(
+    session_state: SessionState,
+    names: Any,
+    partition: str,
+    fields: Any,
+    tags: Any,
+    mode: str,
+    *,
+    listed: bool = False,
+) -> ShortPut | None:
+    """Return the put in its short form; None if it must take the general way. Changes nothing, and raises nothing."""
+    if type(names) is not list or not 0 < len(names) <= MAX_ROWS or type(partition) is not str:
+        return None
+    if type(fields) is TensorDict:
+        if fields.batch_size[:1] != (len(names),):
+            return None
+    elif type(fields) is not dict:
+        return None
+    field_names = list(fields.keys())
+    plan = session_state.put_plans.get((partition, *field_names))
+    if plan is None or plan.schema is not session_state.schemas.get(partition):
+        return None
+    for name in names:
+        if type(name) is not str:
+            return None
+    count = len(names)
+    tag_values = {} if tags is None else _tag_values(tags, count)
+    mode_of_rows = _MODES.get(mode) if type(mode) is str else None
+    if tag_values is None or mode_of_rows is None:
+        return None
+    lengths: list[int] = []
+    sources = []
+    sizes = []
+    for column, value in zip(plan.columns, fields.values(), strict=True):
+        if column.dtype is None:
+            found = _object_sources(column, value, count, lengths, session_state.config.pickles)
+        else:
+            found = _tensor_sources(column, value, count, lengths)
+        if found is None:
+            return None
+        sources.append(found)
+        nbytes = found[0][1] if len(found) == 1 else sum([source[1] for source in found])
+        sizes.append(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES)
+    return ShortPut(
+        partition,
+        names,
+        mode_of_rows,
+        field_names,
+        plan,
+        lengths,
+        sources,
+        sizes,
+        tag_values,
+        tag_dicts=None if tags is None else [dict(each) for each in tags],
+        listed=listed,
+    )
+
+
+def _tag_values(tags: Any, count: int) -> dict[str, tuple[Scalar, ...]] | None:
+    """Return the values of each tag, one per sample; None if they must take the general way."""
+    if type(tags) is not list or len(tags) != count:
+        return None
+    names = None
+    for mapping in tags:
+        if type(mapping) is not dict or (names is not None and mapping.keys() != names):
+            return None
+        names = mapping.keys()
+        for name, value in mapping.items():
+            if type(name) is not str or type(value) not in _PLAIN_TAGS:
+                return None
+            if type(value) is int and not INT64_MIN <= value <= INT64_MAX:
+                return None
+    return {name: tuple([mapping[name] for mapping in tags]) for name in tags[0]}
+
+
+def _tensor_sources(column: _Column, value: Any, count: int, lengths: list[int]) -> list[_Source] | None:
+    """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if they must take the
+    general way."""
+    if column.is_list and (type(value) is not list or len(value) != count):
+        return None
+    rows = value if column.is_list else (value,)
+    sources: list[_Source] = []
+    first = column.dims - len(column.inner)  # the number of dimensions before the inner shape
+    for row in rows:
+        if type(row) is not Tensor or row.dtype is not column.dtype or row.layout is not _STRIDED:
+            return None
+        if not row.is_cpu or row.is_nested or not row.is_contiguous() or row.is_neg():
+            return None
+        shape = row.shape
+        if len(shape) != column.dims or shape[first:] != column.inner:
+            return None
+        if not column.is_list:
+            if shape[0] != count:
+                return None
+            lengths += [shape[1] if column.kind is FieldKind.JAGGED else 1] * count
+        else:
+            lengths.append(shape[0] if column.kind is FieldKind.JAGGED else 1)
+        sources.append((row.data_ptr(), row.nbytes, row))
+    return sources
+
+
+def _object_sources(column: _Column, value: Any, count: int, lengths: list[int], pickles: bool) -> list[_Source] | None:
+    """As `_tensor_sources`, of a column of objects."""
+    if type(value) is not list or len(value) != count or numbers_dtype(value) != column.numbers:
+        return None
+    if any(isinstance(row, Tensor | np.ndarray) for row in value):
+        return None
+    try:
+        buffer, row_sizes = encode_rows(value, field=column.name, pickles=pickles)
+    except UnsupportedValueError:  # the general way says so
+        return None
+    lengths += row_sizes
+    return [(bytes(buffer), len(buffer), None)]
+
+
+def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Committed | None]:
+    """Copy the values into preallocated space and commit them. Return None if nothing was stored, so that the put must
+    take the general way: there is no such space at hand, or the service rejected the put."""
+    nbytes = sum(put.sizes)
+    portion = session_state.preallocated.take(nbytes) if nbytes <= SMALL_BYTES else None
+    if portion is None:
+        return None
+    failed = True
+    try:
+        space = portion.space
+        memory = session_state.connections.mapped_memory(space.unit, portion.offset + nbytes)
+        if memory is None:
+            return None
+        copy = partial(_copy, put, memory, portion.offset, checksums=space.checksums)
+        checksums = yield Work(copy, always)
+        failpoint("put.before_commit")
+        command = c.PutRows(
+            partition=put.partition,
+            mode=put.mode,
+            reservation=space.number,
+            offset=portion.offset,
+            plan=put.plan.encoded,
+            lengths=tuple(put.lengths),
+            ids=tuple(put.ids),
+            checksums=checksums,
+            tags=put.tags,
+            listed=put.listed,
+        )
+        committed: c.Committed = (yield Send(command)).result
+        failed = False
+        return committed
+    except UNCERTAIN_ERRORS:
+        raise
+    except DataPlaneError as error:
+        session_state.put_plans.pop((put.partition, *put.names), None)
+        log.debug("A short put was rejected (%s) and takes the general way", error)
+        return None
+    finally:
+        session_state.preallocated.finish(portion, failed=failed)
+
+
+def _copy(put: ShortPut, memory: UInt8s, offset: int, *, checksums: bool) -> tuple[int, ...]:
+    """Copy the values of the put to `offset` of an arena. Return their checksums if `checksums` is set."""
+    failpoint("put.mid_copy")
+    begin = address(memory) + offset
+    for sources, size in zip(put.sources, put.sizes, strict=True):
+        at = begin
+        for content, nbytes, _ in sources:
+            ctypes.memmove(at, content, nbytes)
+            at += nbytes
+        begin += size
+    if not checksums:
+        return ()
+    count = len(put.ids)
+    units = [column.unit_bytes for column in put.plan.columns]
+    sizes = np.array(put.lengths, np.int64).reshape(len(units), count) * np.array(units)[:, None]
+    begins = np.cumsum([0, *put.sizes[:-1]]) + offset
+    offsets = np.cumsum(sizes, axis=1) - sizes + begins[:, None]
+    return tuple(checksums_of(memory, offsets.reshape(-1), sizes.reshape(-1)).tolist())
+
+
+def meta_of_short(put: ShortPut, committed: c.Committed) -> KVBatchMeta:
+    """Return the meta of the stored samples, as that of a general put."""
+    return KVBatchMeta.of_put(
+        put.partition,
+        list(put.ids),
+        put.names,
+        sequence_lengths=_sequence_lengths(put),
+        extra_info={EVICTED_SAMPLES: list(committed.evicted)} if committed.evicted else {},
+        tags=put.tag_dicts,
+        rows=committed.rows,
+        generations=committed.generations,
+    )
+
+
+def _sequence_lengths(put: ShortPut) -> list[Any] | None:
+    """Return the tags `input_lengths`, or the lengths on which all jagged columns agree."""
+    if INPUT_LENGTHS in put.tags:
+        return list(put.tags[INPUT_LENGTHS])
+    count = len(put.ids)
+    agreed = None
+    for position, column in enumerate(put.plan.columns):
+        if column.kind is FieldKind.JAGGED:
+            lengths = put.lengths[position * count : (position + 1) * count]
+            if agreed is not None and lengths != agreed:
+                return None
+            agreed = lengths
+    return agreed

@@ -1,0 +1,150 @@
+"""`PutRows`, the short form of `Commit` for small puts, and its plan: the columns, encoded once for many puts."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import numpy as np
+
+from dataplane.core.schema import columns_of, field_of
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands.requests import Answered, Commit
+from dataplane.ledger.commands.results import Committed
+from dataplane.ledger.commands.values import (
+    CommitColumn,
+    Int64,
+    Mode,
+    Natural,
+    Samples,
+    TagColumn,
+)
+
+MAX_PLAN_BYTES = 1 << 16
+PLANS = 1024
+"""Maximum number of decoded plans that are cached."""
+
+
+class PutRows(Answered[Committed], frozen=True, kw_only=True):
+    """Put a few samples into preallocated space, as the `Commit` that `expand` returns. Answered `Committed`.
+
+    The samples are named by `ids`, or by `rows` and `generations`. `plan` has the columns (see `encode_plan`).
+    `lengths` are the lengths of their values, and `checksums` the checksums (none: no checksums): those of the first
+    column, one for each sample, then those of the second one, and so on. `tags` has a value for each sample."""
+
+    partition: str
+    mode: Mode
+    reservation: Natural
+    offset: Natural
+    plan: bytes
+    lengths: tuple[Int64, ...]
+    ids: tuple[str, ...] = ()
+    rows: tuple[Int64, ...] = ()
+    generations: tuple[Int64, ...] = ()
+    checksums: tuple[Natural, ...] = ()
+    tags: dict[str, tuple[str | bool | Int64 | float | None, ...]] = msgspec.field(default_factory=dict)
+    listed: bool = False
+
+    def expand(self) -> Commit:
+        """Return the general command with the same meaning. Raises `InvalidRequestError` if the plan is malformed, or
+        the lengths and checksums are not those of its columns."""
+        columns = decode_plan(self.plan).columns
+        count = len(self.ids) or len(self.rows)
+        for what, given in (("lengths", self.lengths), ("checksums", self.checksums)):
+            if len(given) != count * len(columns) and (given or what == "lengths"):
+                raise InvalidRequestError(
+                    f"PutRows: {len(given)} {what} for {count} samples and {len(columns)} columns"
+                )
+        if max(self.checksums, default=0) >= 1 << 32:
+            raise InvalidRequestError(f"PutRows: checksum {max(self.checksums)}: a checksum has 32 bits")
+        lengths = np.array(self.lengths, np.int64).reshape(len(columns), count)
+        checksums = np.array(self.checksums, np.uint32).reshape(-1, count) if self.checksums else None
+        if self.ids:
+            samples = Samples(ids=self.ids)
+        else:
+            samples = Samples(rows=np.array(self.rows, np.int64), generations=np.array(self.generations, np.int64))
+        return Commit(
+            partition=self.partition,
+            samples=samples,
+            mode=self.mode,
+            reservation=self.reservation,
+            offset=self.offset,
+            columns=tuple(
+                CommitColumn(
+                    name=column.name,
+                    spec=column.spec,
+                    lengths=lengths[position],
+                    checksums=None if checksums is None else checksums[position],
+                    by_schema=column.by_schema,
+                )
+                for position, column in enumerate(columns)
+            ),
+            tags=tuple(TagColumn(name=name, values=values) for name, values in self.tags.items()),
+            listed=self.listed,
+        )
+
+
+class _EncodedColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A column as a plan has it."""
+
+    name: str
+    kind: FieldKind | None
+    dtype: str | None
+    inner: tuple[int, ...] | None
+    by_schema: bool
+
+
+class PlanColumn:
+    """A column of a plan: name, spec and `by_schema` as in `CommitColumn`."""
+
+    def __init__(self, name: str, spec: FieldSpec, *, by_schema: bool) -> None:
+        self.name = name
+        self.spec = spec
+        self.by_schema = by_schema
+        self.unit_bytes = spec.unit_bytes if spec.settled else 0
+        self.is_dense = spec.kind is FieldKind.DENSE
+
+
+class Plan:
+    """The columns of a put. Many puts share it."""
+
+    def __init__(self, columns: tuple[PlanColumn, ...]) -> None:
+        self.columns = columns
+        self.names = tuple([column.name for column in columns])
+        self.fields = frozenset(map(field_of, self.names))
+        # The other columns that can hold rows of these fields.
+        self.others = frozenset(other for name in self.names for other in columns_of(field_of(name)) if other != name)
+        # Whether each column occurs once and has a complete spec.
+        distinct = len(set(self.names)) == len(self.names)
+        self.is_valid = distinct and all(column.spec.settled for column in columns)
+
+
+def encode_plan(columns: tuple[PlanColumn, ...]) -> bytes:
+    """Encode the columns of puts for `PutRows.plan`. Equal plans have equal bytes."""
+    return _encode(
+        [
+            _EncodedColumn(column.name, column.spec.kind, column.spec.dtype, column.spec.inner, column.by_schema)
+            for column in columns
+        ]
+    )
+
+
+@functools.lru_cache(PLANS)
+def decode_plan(plan: bytes) -> Plan:
+    """Decode a plan. Raises `InvalidRequestError` for other bytes."""
+    if len(plan) > MAX_PLAN_BYTES:
+        raise InvalidRequestError(f"PutRows: a plan of {len(plan)} bytes; it has at most {MAX_PLAN_BYTES}")
+    try:
+        return Plan(
+            tuple(
+                PlanColumn(each.name, FieldSpec(each.kind, each.dtype, each.inner), by_schema=each.by_schema)
+                for each in _decode(plan)
+            )
+        )
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequestError(f"PutRows: malformed plan ({error})") from error
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[_EncodedColumn, ...]).decode

@@ -1,0 +1,243 @@
+"""`PutRows`: the short way leaves the state, and gives the answer, of the general command."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.errors import DataPlaneError, InvalidRequestError
+from dataplane.ledger import Ledger, Limits
+from dataplane.ledger import commands as c
+from dataplane.ledger import ledger as ledger_module
+from dataplane.ledger.commands.put_rows import PlanColumn, decode_plan, encode_plan
+from dataplane.ledger.encoding.messages import decode, encode
+from dataplane.ledger.samples.put_rows import put_rows
+from tests.ledger.driver import Client, Driver, by_ids
+from tests.ledger.fingerprint import fingerprint
+from tests.ledger.values import canonical
+
+SPECS = {
+    "tokens": FieldSpec(FieldKind.JAGGED, "int32", ()),
+    "scores": FieldSpec(FieldKind.DENSE, "float32", (2,)),
+    "mask": FieldSpec(FieldKind.JAGGED, "uint8", (3,)),
+    "text": FieldSpec(FieldKind.OBJECT, None, None),
+}
+TAGS: dict[str, list[Any]] = {
+    "n": [1, 2, 3],
+    "score": [0.5, 1.5],
+    "kind": ["a", "b"],
+    "mixed": [1, "a", None],
+    "input_lengths": [0, 17],
+}
+
+
+class Twins(Driver):
+    """Gives one ledger the short commands, and another one the general ones with the same meaning."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        ledgers = {name: settings[name] for name in settings if name not in ("capacity", "units")}
+        self.general = Ledger(7, **ledgers)
+        self.ways: Counter[str] = Counter()
+        monkeypatch.setattr(ledger_module, "put_rows", self.put_rows)
+        super().__init__(**settings)
+
+    def put_rows(self, *arguments: Any) -> c.Committed | None:
+        """Count which way is taken."""
+        result = put_rows(*arguments)
+        self.ways["general" if result is None else "short"] += 1
+        return result
+
+    def apply(self, item: c.Input) -> list[c.Output]:
+        """Apply an input to both; answers, orders and states must be equal."""
+        item = decode(encode(item))  # as it arrives
+        general = item
+        if isinstance(item, c.Call) and isinstance(item.command, c.PutRows):
+            with contextlib.suppress(InvalidRequestError):
+                general = msgspec.structs.replace(item, command=item.command.expand())
+        expected = canonical(self.general.apply(general))
+        out = super().apply(item)
+        assert canonical(out) == expected, item
+        if len(self.log) % 8 == 0:
+            self.compare()
+        return out
+
+    def compare(self) -> None:
+        """Check that the states are equal."""
+        assert fingerprint(self.ledger) == fingerprint(self.general)
+
+
+def plan_of(names: list[str], *, by_schema: bool = True, **other: FieldSpec) -> bytes:
+    """The plan of these columns of `SPECS`, with other specs for some."""
+    specs = {**SPECS, **other}
+    return encode_plan(tuple([PlanColumn(name, specs[name], by_schema=by_schema) for name in names]))
+
+
+class Writer:
+    """Makes small puts of one client into its preallocated space."""
+
+    def __init__(self, client: Client, chance: random.Random) -> None:
+        self.client = client
+        self.chance = chance
+        self.space = 0
+        self.offset = 0
+        self.end = 0
+
+    def preallocate(self, nbytes: int = 4096) -> None:
+        got = self.client.raw(c.Preallocate(unit=1, nbytes=nbytes))
+        if isinstance(got, c.Preallocated):
+            self.space = self.client.number
+            self.offset = got.offset
+            self.end = got.offset + nbytes
+
+    def command(self, samples: dict[str, Any], count: int) -> c.PutRows:
+        """A put of random columns and tags of these samples."""
+        chance = self.chance
+        names = chance.sample(list(SPECS), chance.choice([1, 2, 2, 3, 4]))
+        others = {}
+        if chance.random() < 0.05:
+            others = {names[0]: chance.choice([FieldSpec("jagged", "int16", ()), FieldSpec("ragged", "int32")])}
+        plan = plan_of(names, by_schema=chance.random() < 0.9, **others)
+        lengths = []
+        for column in decode_plan(plan).columns:
+            lengths += [1 if column.is_dense else chance.choice([0, 1, 5, 40]) for _ in range(count)]
+        if chance.random() < 0.03:
+            lengths = lengths[:-1] + chance.choice([[], [-1], [1 << 40]])
+        checksums = tuple(range(1, len(lengths) + 1)) if chance.random() < 0.2 else ()
+        tags = {
+            name: tuple(chance.choice(TAGS[name]) for _ in range(count))
+            for name in chance.sample(list(TAGS), chance.choice([0, 0, 1, 2, 3]))
+        }
+        return c.PutRows(
+            partition=chance.choice(["p"] * 9 + ["q"] * 5 + ["nowhere"]),
+            mode=chance.choice([c.Mode.UPSERT] * 6 + [c.Mode.CREATE, c.Mode.UPDATE]),
+            reservation=self.space,
+            offset=self.offset if chance.random() < 0.95 else self.offset + chance.choice([64, 1, 128]),
+            plan=plan if chance.random() < 0.99 else b"\xff",
+            lengths=tuple(lengths),
+            checksums=checksums,
+            tags=tags,
+            listed=chance.random() < 0.3,
+            **samples,
+        )
+
+    def put(self, samples: dict[str, Any], count: int) -> None:
+        """Send such a put, sometimes again under its number."""
+        if self.end - self.offset < 1024:
+            self.preallocate()
+        command = self.command(samples, count)
+        got = self.client.raw(command)
+        again = self.chance.random()
+        if again < 0.1:
+            self.client.driver.answers.clear()
+            self.client.post(command, number=self.client.number)
+        if isinstance(got, c.Committed):
+            commit = command.expand()
+            sizes = [int((column.lengths * column.spec.unit_bytes).sum()) for column in commit.columns]
+            self.offset = command.offset + sum(-(-size // 64) * 64 for size in sizes)
+
+
+def some_samples(client: Client, chance: random.Random) -> tuple[dict[str, Any], int]:
+    """How a put names its samples: by new and existing ids, some of them twice, or by handles, some of them old."""
+    count = chance.choice([1, 1, 1, 2, 4])
+    if chance.random() < 0.75:
+        ids = [f"s{chance.randrange(60)}" for _ in range(count)]
+        if chance.random() < 0.95:
+            ids = list(dict.fromkeys(ids))
+        return {"ids": tuple(ids)}, len(ids)
+    got = client.raw(c.List(partition="p"))
+    if isinstance(got, DataPlaneError) or len(got.rows) < count:  # type: ignore[union-attr]
+        return {"ids": ("a",)}, 1
+    assert isinstance(got, c.Listed)
+    chosen = chance.sample(range(len(got.rows)), count)
+    generations = [int(got.generations[i]) - (chance.random() < 0.02) for i in chosen]
+    return {"rows": tuple(int(got.rows[i]) for i in chosen), "generations": tuple(generations)}, count
+
+
+def register(client: Client, chance: random.Random) -> None:
+    """Declare some of the fields, with or without a budget, enumerations and strictness."""
+    fields = {name: chance.choice([SPECS[name]] * 4 + [FieldSpec()]) for name in SPECS if chance.random() < 0.9}
+    budget = chance.choice([None] * 8 + [4096, 65536])
+    command = c.Register(
+        partition=chance.choice(["p", "p", "q"]),
+        fields=fields,
+        num_samples=None,
+        tasks=("train", "score"),
+        enums=chance.choice([None] * 6 + [{"kind": ("a", "b")}, {"kind": ("a",)}]),
+        strict=chance.random() < 0.05,
+        budget_bytes=budget,
+        when_full=chance.choice(list(c.WhenFull)),
+    )
+    client.raw(command)
+
+
+def other_work(driver: Twins, client: Client, chance: random.Random) -> None:
+    """Anything else that changes what a put finds."""
+    ids = [f"s{chance.randrange(60)}" for _ in range(chance.randrange(1, 12))]
+    match chance.randrange(14):
+        case 0 if chance.random() < 0.5:
+            register(client, chance)
+        case 1 | 2:
+            client.raw(c.Clear(partition="p", samples=by_ids(*dict.fromkeys(ids))))
+        case 3:
+            partial = chance.choice([None, 5.0])
+            client.post(client.claim(chance.randrange(1, 6), ["tokens"], lease_s=partial, timeout_s=30.0))
+        case 4:
+            client.post(client.claim(2, ["tokens", "text"], task="score", blocking=False))
+        case 5:
+            client.post(client.claim(3, [], where=(c.Predicate(tag="n", op=">", value=1),), timeout_s=20.0))
+        case 6:
+            client.post(c.Locate(partition="p", samples=by_ids(*dict.fromkeys(ids)), fields=("tokens",)))
+            if chance.random() < 0.7:
+                client.raw(c.Release(located=client.number))
+        case 7:
+            driver.tick(driver.now + 3 * chance.random())
+        case 8:
+            sizes = {"tokens": [chance.choice([4, 4000, 60000])]}
+            client.post(client.allocate(sizes, chance.choice(["p", "q"]), timeout_s=2.0))
+            if chance.random() < 0.9:
+                client.raw(c.Abort(reservation=client.number))
+        case 9 if chance.random() < 0.3:
+            client.raw(c.Seal(partition="q"))
+        case 10 if chance.random() < 0.2:
+            client.raw(c.Clear(partition=chance.choice(["p", "q"]), samples=None))
+        case 11 if chance.random() < 0.2:
+            client.post(c.FindCells(unit=1, timeout_s=2.0))
+        case 12 if chance.random() < 0.2:
+            driver.apply(
+                c.Restarted(
+                    epoch=driver.ledger.epoch + 1,
+                    reserve_fraction=0.15,
+                    heartbeat_s=2.0,
+                    session_timeout_s=20.0,
+                    checksums="across-hosts",
+                    low_watermark=chance.choice([0.1, 0.75]),
+                    high_watermark=chance.choice([0.2, 0.9]),
+                )
+            )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_short_way_leaves_the_state_of_the_general_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    limits = Limits(preallocated_part=4, id_bytes=64, tag_bytes=8)
+    driver = Twins(monkeypatch, capacity=1 << 17, limits=limits)
+    clients = [driver.client(f"c{i}", attach=[1]) for i in range(2)]
+    writers = [Writer(client, chance) for client in clients]
+    clients[0].register("p", specs=SPECS, tasks=("train", "score"))
+    clients[0].register("q", specs={}, tasks=("train", "score"))
+    for writer in writers:
+        writer.preallocate()
+    for _ in range(250):
+        writer = chance.choice(writers)
+        if chance.random() < 0.7:
+            writer.put(*some_samples(writer.client, chance))
+        else:
+            other_work(driver, writer.client, chance)
+    driver.compare()
+    assert min(driver.ways["short"], driver.ways["general"]) >= 5, driver.ways
