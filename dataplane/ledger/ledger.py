@@ -335,9 +335,9 @@ class Ledger:
 
     # --- withdrawing calls
 
-    def _put_rows(self, session: Session, number: int, command: c.PutRows) -> c.Committed:
+    def _put_rows(self, session: Session, call_id: int, command: c.PutRows) -> c.Committed:
         """Commit a small put: the short way, or if anything is unusual the general one."""
-        return put_rows(self._state, session, command) or self._commits.commit(session, number, command.expand())
+        return put_rows(self._state, session, command) or self._commits.commit(session, call_id, command.expand())
 
     def _abort(self, session: Session, call_id: int, command: c.Abort) -> c.Done:
         """Withdraw an earlier call, and free the space that it reserved."""

@@ -91,7 +91,7 @@ class Writer:
     def preallocate(self, nbytes: int = 4096) -> None:
         got = self.client.raw(c.Preallocate(unit=1, nbytes=nbytes))
         if isinstance(got, c.Preallocated):
-            self.space = self.client.number
+            self.space = self.client.last_call_id
             self.offset = got.offset
             self.end = got.offset + nbytes
 
@@ -135,7 +135,7 @@ class Writer:
         again = self.chance.random()
         if again < 0.1:
             self.client.driver.answers.clear()
-            self.client.post(command, number=self.client.number)
+            self.client.post(command, call_id=self.client.last_call_id)
         if isinstance(got, c.Committed):
             commit = command.expand()
             sizes = [int((column.lengths * column.spec.unit_bytes).sum()) for column in commit.columns]
@@ -194,14 +194,14 @@ def other_work(driver: Twins, client: Client, chance: random.Random) -> None:
         case 6:
             client.post(c.Locate(partition="p", samples=by_ids(*dict.fromkeys(ids)), fields=("tokens",)))
             if chance.random() < 0.7:
-                client.raw(c.Release(located=client.number))
+                client.raw(c.Release(located=client.last_call_id))
         case 7:
             driver.tick(driver.now + 3 * chance.random())
         case 8:
             sizes = {"tokens": [chance.choice([4, 4000, 60000])]}
             client.post(client.allocate(sizes, chance.choice(["p", "q"]), timeout_s=2.0))
             if chance.random() < 0.9:
-                client.raw(c.Abort(reservation=client.number))
+                client.raw(c.Abort(reservation=client.last_call_id))
         case 9 if chance.random() < 0.3:
             client.raw(c.Seal(partition="q"))
         case 10 if chance.random() < 0.2:
@@ -225,7 +225,7 @@ def other_work(driver: Twins, client: Client, chance: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_short_way_leaves_the_state_of_the_general_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
-    limits = Limits(preallocated_part=4, id_bytes=64, tag_bytes=8)
+    limits = Limits(preallocated_divisor=4, id_bytes=64, tag_bytes=8)
     driver = Twins(monkeypatch, capacity=1 << 17, limits=limits)
     clients = [driver.client(f"c{i}", attach=[1]) for i in range(2)]
     writers = [Writer(client, chance) for client in clients]

@@ -265,7 +265,7 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
         command = c.PutRows(
             partition=put.partition,
             mode=put.mode,
-            reservation=space.number,
+            reservation=space.call_id,
             offset=portion.offset,
             plan=put.plan.encoded,
             lengths=tuple(put.lengths),

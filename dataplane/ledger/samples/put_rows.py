@@ -30,11 +30,11 @@ def put_rows(state: State, session: Session, command: PutRows) -> Committed | No
     space = session.reservations.get(command.reservation)
     if partition is None or type(space) is not Preallocation or not _is_usable(state, space):
         return None
-    number = partition.account.number
+    account_id = partition.account.account_id
     if (
         partition.budget_bytes is not None
-        or number in state.space_waiters[True]
-        or number in state.space_waiters[False]
+        or account_id in state.space_waiters[True]
+        or account_id in state.space_waiters[False]
         or state.extents.watched
     ):
         return None
@@ -65,8 +65,8 @@ def put_rows(state: State, session: Session, command: PutRows) -> Committed | No
             if not tag.present[row]:
                 tag.present[row] = True
                 tag.count += 1
-    partition.record_write(session.number, session.name, state.now, plan.names)
-    state.extents.moved.add(number)
+    partition.record_write(session.session_id, session.name, state.now, plan.names)
+    state.extents.moved.add(account_id)
     if partition.watches:
         partition.notify_watches(rows)
         state.touch(partition)
@@ -223,7 +223,7 @@ def _write_cells(
     for column, nbytes in zip(plan.columns, sizes, strict=True):
         field = partition.fields[column.name]
         begin = offset if nbytes else 0  # an extent of empty values holds no bytes
-        number = extents.create_live(unit, begin, nbytes, account, count)
+        extent = extents.create_live(unit, begin, nbytes, account, count)
         had_cells = field.extents[rows]
         replaced = int(np.count_nonzero(had_cells))
         if replaced:
@@ -232,7 +232,7 @@ def _write_cells(
             written.add(column.name)
         field.live += count - replaced
         lengths = command.lengths[first : first + count]
-        field.extents[index] = number
+        field.extents[index] = extent
         if count == 1:
             field.offsets[index] = begin
             field.lengths[index] = lengths[0]
@@ -243,8 +243,8 @@ def _write_cells(
             field.offsets[index] = np.cumsum(value_bytes) - value_bytes + begin
             field.lengths[index] = values
             overwritten_bytes += int(value_bytes[had_cells > 0].sum()) if replaced else 0
-            extents.several[number] = Several(field, rows, int(value_bytes.sum()), account)
-            extents.is_several[number] = True
+            extents.several[extent] = Several(field, rows, int(value_bytes.sum()), account)
+            extents.is_several[extent] = True
         if field.checksums is not None:
             given = command.checksums[first : first + count]
             field.checksums[rows] = given or 0

@@ -166,7 +166,7 @@ class Extents:
         self.starts[number] = start
         self.sizes[number] = size
         self.states[number] = LIVE
-        self.owners[number] = account.number
+        self.owners[number] = account.account_id
         self.live[number] = cells
         account.live_bytes += size
         account.used_bytes += size
