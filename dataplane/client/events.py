@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from dataplane.client.operations.steps import Join, Operation, Send, Step, T
 from dataplane.ledger import commands as c
+from dataplane.ledger.commands.short import decode_plan
 from dataplane.ledger.state.arrays import total
 
 log = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class _OperationRecord:
         it."""
         if not isinstance(step, Send):
             return
-        command = step.command.expand() if isinstance(step.command, c.PutRows) else step.command
+        command = _general(step.command)
         if self._by_command:
             self.op = command.operation()
         self._partition = getattr(command, "partition", "") or self._partition
@@ -157,13 +158,14 @@ class _OperationRecord:
 
     def add_result(self, command: c.Command, result: Any) -> None:
         """Record the counts in the result of a command; other commands than these have none."""
-        if isinstance(command, c.PutRows):
-            command = command.expand()
-        match command, result:
-            case c.Commit(), c.Committed():  # added up: a restore sends many commits
+        match _general(command), result:
+            case c.Locate(), c.RowsLocated() if self._reads and isinstance(command, c.LocateRows):
+                self._samples = len(result.rows)
+                self._bytes = _nbytes(command, result)
+            case c.Commit() as commit, c.Committed():  # added up: a restore sends many commits
                 self._samples += len(result.rows)
                 self._new_samples += result.born
-                self._bytes += sum(total(column.lengths) * column.spec.unit_bytes for column in command.columns)
+                self._bytes += sum(total(column.lengths) * column.spec.unit_bytes for column in commit.columns)
                 self._overwritten_bytes += result.overwritten_bytes
             case c.Locate(), c.Located() if self._reads:
                 self._samples = len(result.rows)
@@ -172,8 +174,8 @@ class _OperationRecord:
                 self._samples = len(result.rows)
             case c.Clear(), c.Cleared():
                 self._samples = result.count
-            case c.SetTags(), _:
-                self._samples = len(command.samples)
+            case c.SetTags() as set_tags, _:
+                self._samples = len(set_tags.samples)
 
     def event(self, error: BaseException | None) -> OpEvent:
         """Return the event of the operation, which raised `error` if it is not None."""
@@ -193,3 +195,18 @@ class _OperationRecord:
             waited_s=self._waited_s,
             error="" if error is None else type(error).__name__,
         )
+
+
+def _general(command: c.Command) -> c.Command:
+    """Return the general form of a command."""
+    return command.expand() if isinstance(command, c.SHORT) else command
+
+
+def _nbytes(command: c.LocateRows, located: c.RowsLocated) -> int:
+    """Return the bytes of all located values; 0 for a general answer, after which the read is repeated."""
+    count = len(located.rows)
+    columns = decode_plan(command.plan).columns if count else ()
+    return sum(
+        sum(located.lengths[position * count : (position + 1) * count]) * column.unit_bytes
+        for position, column in enumerate(columns)
+    )

@@ -29,6 +29,7 @@ from dataplane.ledger.commands import Abort, Command, Release
 from dataplane.storage.session_lock import SessionLock
 
 if TYPE_CHECKING:
+    from dataplane.client.operations.short_get import ReadPlan
     from dataplane.client.operations.short_put import PutPlan
 
 T = TypeVar("T")
@@ -224,6 +225,8 @@ class SessionState:
         self.warned = Warned()
         # By partition and names of fields, the plans of small puts.
         self.put_plans: dict[tuple[str, ...], PutPlan] = {}
+        # By partition and names of fields, the plans of small reads.
+        self.read_plans: dict[tuple[str, ...], ReadPlan] = {}
         self.pins = Pins()
         self.preallocated = PreallocatedBuffer()
         self.appends = Turns()

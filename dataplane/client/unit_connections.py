@@ -173,6 +173,13 @@ class UnitConnections:
         connections = [self._connections.get(unit) for unit in units]
         return all(each is not None and each.local for each in connections)
 
+    def readable_memory(self, unit: int) -> Bytes | None:
+        """Return the bytes of the unit's arena, read-only, if it is mapped, else None. The array keeps the mapping
+        alive."""
+        connection = self._connections.get(unit)
+        arena = None if connection is None or not connection.local else connection.arena
+        return None if arena is None else arena.readable_memory
+
     def mapped_memory(self, unit: int, end: int) -> Bytes | None:
         """Return the bytes of the unit's arena if it is mapped and has at least `end` bytes, else None. The array keeps
         the mapping alive. Write to it only where the session holds a reservation."""

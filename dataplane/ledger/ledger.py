@@ -29,6 +29,7 @@ from dataplane.ledger.samples.commit import Commits
 from dataplane.ledger.samples.drain import Drains
 from dataplane.ledger.samples.inspection import Inspection
 from dataplane.ledger.samples.locate import Reads
+from dataplane.ledger.samples.locate_rows import locate_rows
 from dataplane.ledger.samples.partitions import Partitions, UnitReports
 from dataplane.ledger.samples.put_rows import put_rows
 from dataplane.ledger.samples.snapshots import Saves
@@ -227,6 +228,7 @@ class Ledger:
             c.Commit: self._commits.commit,
             c.PutRows: self._put_rows,
             c.Locate: self._reads.locate,
+            c.LocateRows: self._locate_rows,
             c.Release: self._release,
             c.Claim: self._claims.claim,
             c.Unclaim: self._unclaim,
@@ -339,6 +341,11 @@ class Ledger:
         """Commit a small put: the short way, or if anything is unusual the general one."""
         return put_rows(self._state, session, command) or self._commits.commit(session, call_id, command.expand())
 
+    def _locate_rows(self, session: Session, call_id: int, command: c.LocateRows) -> c.RowsLocated:
+        """Locate a few samples: the short way, or if that is not possible the general one."""
+        located = locate_rows(self._state, session, call_id, command)
+        return located or c.RowsLocated(general=self._reads.locate(session, call_id, command.expand()))
+
     def _abort(self, session: Session, call_id: int, command: c.Abort) -> c.Done:
         """Withdraw an earlier call, and free the space that it reserved."""
         self._withdraw(session, call_id, command.reservation, c.Allocated | c.Preallocated)
@@ -348,7 +355,7 @@ class Ledger:
 
     def _release(self, session: Session, call_id: int, command: c.Release) -> c.Done:
         """Withdraw an earlier call, forget what it saved, and unpin what it pinned."""
-        self._withdraw(session, call_id, command.located, c.Located | c.Saved | c.FoundCells)
+        self._withdraw(session, call_id, command.located, c.Located | c.RowsLocated | c.Saved | c.FoundCells)
         session.saves.pop(command.located, None)
         pinned = session.pins.pop(command.located, None)
         if pinned is not None:

@@ -51,7 +51,7 @@ class Method:
 METHODS: dict[str, Method] = {
     command.__name__: Method(name=command.__name__, command=command, request=message_type(command))
     for command in c.Answered.__subclasses__()
-    if command is not c.PutRows
+    if command not in c.SHORT
 }
 """Every command by name."""
 

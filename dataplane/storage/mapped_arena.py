@@ -31,8 +31,9 @@ class MappedArena:
         self.path = path
         self.capacity_bytes = capacity_bytes
         self._writable = writable
-        # The usable area of the writable mapping; None as `_writable`.
+        # The usable area of both mappings; None as `_writable` and `_readonly`.
         self.writable_memory: Bytes | None = None if writable is None else writable[HEADER_BYTES:]
+        self.readable_memory: Bytes | None = readonly[HEADER_BYTES:]
         self._readonly: Bytes | None = readonly
         self._registered: RegisteredMemory | None = None
 
@@ -114,6 +115,7 @@ class MappedArena:
         while a GPU copies from or to the arena."""
         self._writable = None
         self.writable_memory = None
+        self.readable_memory = None
         self._readonly = None
         registered, self._registered = self._registered, None
         if registered is not None:

@@ -12,7 +12,7 @@ from dataplane.core.durations import seconds
 from dataplane.errors import DataPlaneError
 from workers.transport.encoding import carried, decoder
 
-VERSION = 1
+VERSION = 2
 """Increment it with every change of the messages in this file and in `workers.messages.wire`, and of the `Layout` of
 `workers.transport.pickling`."""
 Facts = dict[str, str | int | float | bool | list[str | int] | None]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
+from dataplane.client.operations.short_get import get_short, prepare, remember
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
@@ -52,7 +53,6 @@ log = logging.getLogger(__name__)
 D = TypeVar("D", TensorDict, BatchedDataDict[Any])
 
 
-@with_retry
 def get(
     session_state: SessionState,
     names: Names,
@@ -65,6 +65,26 @@ def get(
 ) -> Operation[TensorDict]:
     """Return the fields of the samples, or parts of them, as a TensorDict on `device`, by default the CPU; there, with
     `copy=False`, as views where rows are contiguous."""
+    general = partial(_get, session_state, names, partition, select_fields, copy, tokens, inner, device)
+    if copy and tokens is None and inner is None and device is None:
+        plan = prepare(session_state, names, partition, select_fields)
+        if plan is not None:
+            return get_short(session_state, names, partition, plan, general)
+    return general()
+
+
+@with_retry
+def _get(
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    select_fields: Sequence[str],
+    copy: bool,
+    tokens: Tokens | None = None,
+    inner: Inner | None = None,
+    device: torch.device | str | None = None,
+) -> Operation[TensorDict]:
+    """Execute `get` the general way."""
     gpu = None if device is None else devices.gpu(device)
     select_fields = tuple(list_of_names("select_fields", select_fields))
     parts = row_parts(tokens, inner, len(ids_of(names)), select_fields)
@@ -375,6 +395,7 @@ def _read(
         try:
             stored = _stored(located.result.fields, len(select_fields))
             _log_widened(session_state, partition, located.result.widened)
+            remember(session_state, partition, select_fields, located.result)
             units = _refuse_failed(units_of(stored.columns), failed)
             yield from ensure_known(session_state, units)
             brief = partial(_copies_little, session_state, stored.columns, units) if unpadded else never

@@ -40,7 +40,7 @@ from dataplane.errors import (
     UnsupportedValueError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.commands.put_rows import PlanColumn, encode_plan
+from dataplane.ledger.commands.short import PlanColumn, encode_plan
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from dataplane.ledger.commands import (
     Commit,
     FindCells,
     Locate,
+    LocateRows,
     Move,
     Preallocate,
     Release,
@@ -191,7 +192,7 @@ def undo_of(call_id: int, command: Command) -> Command | None:
             return Abort(reservation=reservation)
         case Move(reservation=int(reservation)):
             return Abort(reservation=reservation)
-        case Locate() | Save() | FindCells():
+        case Locate() | LocateRows() | Save() | FindCells():
             return Release(located=call_id)
         case Claim():
             return Unclaim(claimed=call_id)

@@ -12,7 +12,7 @@ int64 (bytes from the start of the arena), units int32, checksums uint32.
 
 from dataplane.ledger.commands.inputs import *
 from dataplane.ledger.commands.inspection import *
-from dataplane.ledger.commands.put_rows import *
 from dataplane.ledger.commands.requests import *
 from dataplane.ledger.commands.results import *
+from dataplane.ledger.commands.short import *
 from dataplane.ledger.commands.values import *

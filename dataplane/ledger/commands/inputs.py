@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dataplane.core.types import Checksums
 from dataplane.errors import DataPlaneError
 from dataplane.ledger.commands import inspection as inspection  # its commands, too, are in `AnyCommand`
-from dataplane.ledger.commands import put_rows as put_rows  # and this one
+from dataplane.ledger.commands import short as short  # and this one
 from dataplane.ledger.commands.requests import Answered, Command
 from dataplane.ledger.commands.results import Result
 from dataplane.ledger.commands.values import Int64, Natural, UnitInfo, Value

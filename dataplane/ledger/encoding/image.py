@@ -23,7 +23,7 @@ import numpy as np
 from dataplane.core import number_set, types
 from dataplane.errors import DataPlaneError, from_wire, to_wire
 from dataplane.ledger.allocation import reservations
-from dataplane.ledger.commands import inputs, inspection, requests, results, values
+from dataplane.ledger.commands import inputs, inspection, requests, results, short, values
 from dataplane.ledger.state import (
     extents,
     fields,
@@ -39,7 +39,7 @@ from dataplane.ledger.state import (
     watches,
 )
 
-FORMAT = 10
+FORMAT = 11
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _INT_BITS = 63
 
@@ -169,7 +169,7 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 
 _STORED = _by_name(
     (
-        *(number_set, types, inputs, inspection, requests, results, values),
+        *(number_set, types, inputs, inspection, requests, results, short, values),
         *(extents, fields, free_space, partition),
         *(
             reservations,

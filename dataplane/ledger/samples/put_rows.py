@@ -11,7 +11,7 @@ import numpy as np
 from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.core.types import GRANULE_BYTES, Scalar
 from dataplane.ledger.commands import Committed, Int32s, Int64s, Mode, TagColumn
-from dataplane.ledger.commands.put_rows import Plan, PutRows, decode_plan
+from dataplane.ledger.commands.short import Plan, PutRows, decode_plan
 from dataplane.ledger.samples.commit import LONGEST
 from dataplane.ledger.state.extents import Extents, Several
 from dataplane.ledger.state.fields import INT32_MAX
@@ -96,11 +96,8 @@ def _find_rows(state: State, partition: Partition, command: PutRows) -> list[int
     ids = command.ids
     if not ids:
         found = list(command.rows)
-        generations = command.generations
-        distinct = len(set(found)) == len(found) == len(generations) > 0
-        if not distinct or min(found) < 0 or max(found) >= len(table.names) or min(generations) <= 0:
-            return None
-        return found if table.generations[found].tolist() == list(generations) else None
+        distinct = len(set(found)) == len(found)
+        return found if distinct and table.hold(command.rows, command.generations) else None
     if command.rows or command.generations or (len(ids) > 1 and len(set(ids)) != len(ids)):
         return None
     get = table.ids.get

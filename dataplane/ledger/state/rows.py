@@ -51,6 +51,15 @@ class Rows:
         live: Bools = valid & (self.generations[np.where(valid, rows, 0)] == generations)
         return live
 
+    def hold(self, rows: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether these handles, at least one, all refer to live samples. For a few."""
+        if not len(rows) == len(generations) > 0 or min(generations) <= 0:
+            return False
+        if min(rows) < 0 or max(rows) >= len(self.names):
+            return False
+        held: list[int] = self.generations[list(rows)].tolist()
+        return held == list(generations)
+
     def names_of(self, rows: Int64s) -> tuple[str, ...]:
         names = self.names
         return tuple([names[row] or "" for row in rows.tolist()])

@@ -1,4 +1,8 @@
-"""`PutRows`, the short form of `Commit` for small puts, and its plan: the columns, encoded once for many puts."""
+"""The short forms of `Commit` and `Locate` for a few samples.
+
+Their `plan` has the columns, encoded once for many commands; `encode_plan` makes it. They name samples by `ids`, or by
+`rows` and `generations`. Values of several columns follow each other in one tuple: those of the first column, one for
+each sample, then those of the second one, and so on."""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import numpy as np
 from dataplane.core.schema import columns_of, field_of
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import InvalidRequestError
-from dataplane.ledger.commands.requests import Answered, Commit
-from dataplane.ledger.commands.results import Committed
+from dataplane.ledger.commands.requests import Answered, Commit, Locate
+from dataplane.ledger.commands.results import Committed, Located, Result
 from dataplane.ledger.commands.values import (
     CommitColumn,
     Int64,
@@ -29,9 +33,7 @@ PLANS = 1024
 class PutRows(Answered[Committed], frozen=True, kw_only=True):
     """Put a few samples into preallocated space, as the `Commit` that `expand` returns. Answered `Committed`.
 
-    The samples are named by `ids`, or by `rows` and `generations`. `plan` has the columns (see `encode_plan`).
-    `lengths` are the lengths of their values, and `checksums` the checksums (none: no checksums): those of the first
-    column, one for each sample, then those of the second one, and so on. `tags` has a value for each sample."""
+    `lengths` and `checksums` (none: no checksums) are those of the values. `tags` has a value for each sample."""
 
     partition: str
     mode: Mode
@@ -60,13 +62,9 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
             raise InvalidRequestError(f"PutRows: checksum {max(self.checksums)}: a checksum has 32 bits")
         lengths = np.array(self.lengths, np.int64).reshape(len(columns), count)
         checksums = np.array(self.checksums, np.uint32).reshape(-1, count) if self.checksums else None
-        if self.ids:
-            samples = Samples(ids=self.ids)
-        else:
-            samples = Samples(rows=np.array(self.rows, np.int64), generations=np.array(self.generations, np.int64))
         return Commit(
             partition=self.partition,
-            samples=samples,
+            samples=_samples(self.ids, self.rows, self.generations),
             mode=self.mode,
             reservation=self.reservation,
             offset=self.offset,
@@ -83,6 +81,49 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
             tags=tuple(TagColumn(name=name, values=values) for name, values in self.tags.items()),
             listed=self.listed,
         )
+
+
+class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to `LocateRows`: handles of the samples, and where the values of all columns are in the arena of one
+    unit. `checksums` are those that the reader must compare (0: none; empty: none at all). `general`: the whole answer,
+    if it has no short form."""
+
+    rows: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    unit: int = 0
+    offsets: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    checksums: tuple[int, ...] = ()
+    general: Located | None = None
+
+
+class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
+    """Locate and pin a few samples, as the `Locate` that `expand` returns. Answered `RowsLocated`; in its short form
+    only if the fields have the specs of the plan."""
+
+    partition: str
+    plan: bytes
+    ids: tuple[str, ...] = ()
+    rows: tuple[Int64, ...] = ()
+    generations: tuple[Int64, ...] = ()
+
+    def expand(self) -> Locate:
+        """Return the general command with the same meaning. Raises `InvalidRequestError` if the plan is malformed."""
+        return Locate(
+            partition=self.partition,
+            samples=_samples(self.ids, self.rows, self.generations),
+            fields=decode_plan(self.plan).names,
+        )
+
+
+SHORT = (PutRows, LocateRows)
+"""The commands that have a general form. gRPC has only that."""
+
+
+def _samples(ids: tuple[str, ...], rows: tuple[int, ...], generations: tuple[int, ...]) -> Samples:
+    if ids:
+        return Samples(ids=ids)
+    return Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
 
 
 class _EncodedColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

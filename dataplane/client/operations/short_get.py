@@ -1,0 +1,184 @@
+"""The short way of a small read: the specs of the fields are known from an earlier read, and the rows are in one mapped
+arena.
+
+Whatever is unusual is left to the general way (`get`), which repeats the read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from dataplane.client.operations.sample_names import Names
+from dataplane.client.operations.steps import Operation, Post, Send, Work, always, never
+from dataplane.client.preallocated import SMALL_BYTES
+from dataplane.client.session_state import SessionState
+from dataplane.core.checksums import damaged
+from dataplane.core.failpoints import failpoint
+from dataplane.core.row_copy import UInt8s, address
+from dataplane.core.types import FieldKind
+from dataplane.data.jagged import jagged_from_values
+from dataplane.data.meta import KVBatchMeta
+from dataplane.data.object_codec import decode_object
+from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view
+from dataplane.errors import DataPlaneError
+from dataplane.ledger import commands as c
+from dataplane.ledger.commands.short import PlanColumn, encode_plan
+
+MAX_ROWS = 64
+MAX_COLUMNS = 64
+"""Maximum numbers of samples and columns of a small read."""
+SMALL_LENGTHS = SMALL_BYTES // 8
+"""Maximum sum of the lengths of values that are copied without another thread."""
+MAX_PLANS = 256
+"""Maximum number of plans that a session remembers."""
+
+
+class _Column(NamedTuple):
+    name: str
+    kind: FieldKind | None
+    dtype: torch.dtype
+    inner: tuple[int, ...]
+    unit_bytes: int
+
+
+class ReadPlan:
+    """What reads of some fields of a partition have in common, as long as the fields have these specs."""
+
+    def __init__(self, located: Sequence[c.FieldLocations]) -> None:
+        self.columns = [
+            _Column(
+                each.name,
+                each.spec.kind,
+                TORCH_DTYPES[each.spec.dtype or "uint8"],
+                each.spec.inner or (),
+                each.spec.unit_bytes,
+            )
+            for each in located
+        ]
+        self.encoded = encode_plan(tuple([PlanColumn(each.name, each.spec, by_schema=False) for each in located]))
+
+
+def remember(session_state: SessionState, partition: str, select_fields: Sequence[str], located: c.Located) -> None:
+    """Remember the plan of a read, if further ones like it are possible the short way."""
+    if len(located.fields) != len(select_fields) or located.widened or len(select_fields) > MAX_COLUMNS:
+        return
+    if len(located.rows) > MAX_ROWS or len(set(select_fields)) < len(select_fields):
+        return
+    if any(each.spec.kind is FieldKind.RAGGED for each in located.fields):
+        return
+    plans = session_state.read_plans
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[partition, *select_fields] = ReadPlan(located.fields)
+
+
+def prepare(session_state: SessionState, names: Any, partition: str, select_fields: Any) -> ReadPlan | None:
+    """Return the plan of a read that can take the short way, else None."""
+    if type(select_fields) not in (list, tuple) or type(partition) is not str:
+        return None
+    if type(names) is list:
+        if not 0 < len(names) <= MAX_ROWS or len(set(names)) < len(names):
+            return None
+        for name in names:
+            if type(name) is not str:
+                return None
+    elif type(names) is not KVBatchMeta or not 0 < len(names) <= MAX_ROWS:
+        return None
+    for name in select_fields:
+        if type(name) is not str:
+            return None
+    return session_state.read_plans.get((partition, *select_fields))
+
+
+def get_short(
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    plan: ReadPlan,
+    general: Callable[[], Operation[TensorDict]],
+) -> Operation[TensorDict]:
+    """Locate and pin, copy, release. If the service rejects the read or has no short answer, perform the operation of
+    `general` instead."""
+    handles = names.handles if isinstance(names, KVBatchMeta) else None
+    if handles is not None:
+        rows, generations = handles
+        command = c.LocateRows(
+            partition=partition,
+            plan=plan.encoded,
+            rows=tuple(rows.tolist()),
+            generations=tuple(generations.tolist()),
+        )
+    else:
+        ids = names.sample_ids if isinstance(names, KVBatchMeta) else names
+        command = c.LocateRows(partition=partition, plan=plan.encoded, ids=tuple(ids))
+    data = None
+    try:
+        sent = yield Send(command)
+    except DataPlaneError:  # the general way says why, or tries again
+        return (yield from general())
+    try:
+        located: c.RowsLocated = sent.result
+        memory = None if located.general else session_state.connections.readable_memory(located.unit)
+        if memory is not None:
+            copy = partial(_copy, plan, located, memory, session_state.config.pickles)
+            data = yield Work(copy, always if sum(located.lengths) <= SMALL_LENGTHS else never)
+            failpoint("get.copied")
+            if not session_state.lock_stands:
+                yield Send(c.Units())  # any command: it fails if the session has ended
+    finally:
+        failpoint("get.before_release")
+        yield Post(c.Release(located=sent.call_id))
+    return (yield from general()) if data is None else data
+
+
+def _copy(plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, pickles: bool) -> TensorDict | None:
+    """Copy the rows into new tensors. Return None if a row is outside the memory, or does not match its checksum: the
+    general way says so."""
+    failpoint("get.mid_copy")
+    count = len(located.rows)
+    fields: dict[str, Any] = {}
+    begin = address(memory)
+    shared_offsets: dict[tuple[int, ...], Tensor] = {}  # columns of equal lengths can be combined
+    for first, column in zip(range(0, count * len(plan.columns), count), plan.columns, strict=True):
+        offsets = located.offsets[first : first + count]
+        lengths = located.lengths[first : first + count]
+        checksums = located.checksums[first : first + count]
+        sizes = [length * column.unit_bytes for length in lengths]
+        if min(offsets) < 0 or min(sizes) < 0 or max(map(sum, zip(offsets, sizes, strict=True))) > len(memory):
+            return None
+        if column.kind is FieldKind.OBJECT:
+            if checksums and not _intact(memory, offsets, sizes, checksums):
+                return None
+            rows = [memory[at : at + size].data for at, size in zip(offsets, sizes, strict=True)]
+            fields[column.name] = NonTensorStack(*[decode_object(row, pickles=pickles) for row in rows])
+            continue
+        values = torch.empty((sum(lengths), *column.inner), dtype=column.dtype)
+        target = values.data_ptr()
+        starts = [0, *accumulate(sizes)]
+        for start, at, size in zip(starts, offsets, sizes, strict=False):
+            ctypes.memmove(target + start, begin + at, size)
+        if checksums and not _intact(byte_view(values), starts[:-1], sizes, checksums):
+            return None
+        if column.kind is FieldKind.JAGGED:
+            row_offsets = shared_offsets.get(lengths)
+            if row_offsets is None:
+                row_offsets = shared_offsets[lengths] = torch.tensor([0, *accumulate(lengths)])
+            values = jagged_from_values(values, row_offsets, span=(min(lengths), max(lengths)))
+        fields[column.name] = values
+    data: TensorDict = TensorDict._new_unsafe(fields, batch_size=torch.Size([count]))
+    return data
+
+
+def _intact(memory: UInt8s, offsets: Sequence[int], sizes: Sequence[int], checksums: Sequence[int]) -> bool:
+    """Whether the rows match their checksums."""
+    wrong, _ = damaged(memory, np.array(offsets), np.array(sizes), np.array(checksums, np.uint32))
+    return not len(wrong)
