@@ -113,11 +113,10 @@ class BudgetBooks:
         assert kept.isdisjoint(targets), f"puts under way name {kept}, and {gone} were evicted"
         assert partition.when_full in EVICTING, f"{gone} were evicted by policy {partition.when_full}"
         consumed = [sample for sample in gone if self.is_consumed(partition, sample)]
-        doubtful = [sample for sample in gone if is_doubtful(sample)]
-        assert abs(count - len(consumed)) <= len(doubtful), (count, consumed, doubtful)
+        assert count == len(consumed), (count, consumed, gone)
         assert count == len(gone) or partition.when_full is WhenFull.EVICT_OLDEST, f"unconsumed ones went: {gone}"
         for sample in gone:
-            assert is_doubtful(sample) or self.may_go(sample), f"{sample} was evicted"
+            assert self.may_go(sample), f"{sample} was evicted"
             del partition.samples[sample.id], partition.live[sample.row, sample.generation]
         named = self.targets_of(self.named, (name, partition.incarnation))
         self.check_order(partition, gone, {each for each, _ in named})
@@ -128,9 +127,9 @@ class BudgetBooks:
 
     def check_order(self, partition: Partition, gone: list[Sample], named: set[str]) -> None:
         """No sample stayed that could have gone before one that went: the consumed ones go first, oldest first."""
-        last = max((self.rank(partition, sample) for sample in gone if not is_doubtful(sample)), default=(False, 0))
+        last = max((self.rank(partition, sample) for sample in gone), default=(False, 0))
         for sample in partition.in_order():
-            if sample.id not in named and not is_doubtful(sample) and self.may_go(sample, whole=True):
+            if sample.id not in named and self.may_go(sample, whole=True):
                 assert self.rank(partition, sample) > last, f"{sample} stayed, though {gone} went"
 
     def rank(self, partition: Partition, sample: Sample) -> tuple[bool, int]:
@@ -240,8 +239,3 @@ def given_bytes(command: Allocate, result: Allocated) -> int:
     """More than it wanted where a column lies in several pieces."""
     ranges = placement_ranges([column.sizes.tolist() for column in command.columns], result)
     return sum(granules_of(nbytes) for _, _, nbytes in ranges)
-
-
-def is_doubtful(sample: Sample) -> bool:
-    """Claims of it may have gone back, or not."""
-    return any(held.limbo for held in sample.claims.values())

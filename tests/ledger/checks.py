@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from dataplane.core.types import GRANULE_BYTES
-from dataplane.ledger import Ledger, Limits
-from dataplane.ledger.claims import shares
-from dataplane.ledger.commands import Allocate, Allocated, Answer, Claim, Claimed, Output, Preallocate, Preallocated
-from dataplane.ledger.state.tasks import Task
+from dataplane.ledger import Ledger
+from dataplane.ledger.commands import Allocate, Allocated, Answer, Claim, Claimed, Output, Preallocate
 from tests.ledger.budget_books import EVICTING, BudgetBooks, wanted_bytes
-from tests.ledger.claim_model import Held, Name, Selection
+from tests.ledger.claim_model import LIMITS, Name
 from tests.ledger.model import Model
+from tests.ledger.values import granules
 
 # --- What claims must be answered, and which of the four each sample is for each task.
-
-
-LIMITS = Limits(preallocated_divisor=4, steps=3)
 
 
 @dataclass
@@ -47,79 +41,35 @@ class Client:
 
 
 class ClaimChecks(RuleBasedStateMachine):
-    """Of the driver: `parked` are the calls that wait, with their deadlines; `fixed` are the selections of steps."""
+    """Of the driver: `parked` are the calls that wait, with their deadlines."""
 
     ledger: Ledger
     model: Model
     parked: dict[Name, float]
     clients: dict[int, Client]
-    fixed: dict[tuple[Task, int], shares.Selection]
-
-    def watch_selections(self) -> None:
-        """From now on `fixed` has every selection that the ledger fixes."""
-        fix = self.ledger._claims._fix_shares
-
-        def watched(partition: Any, task: Task, command: Claim, chosen: Any) -> shares.Selection:
-            selection = fix(partition, task, command, chosen)
-            self.fixed[task, command.step or 0] = selection
-            return selection
-
-        self.ledger._claims._fix_shares = watched  # type: ignore[method-assign]
 
     def check_claim(self, name: Name, command: Claim, result: Claimed) -> None:
         if command.step is not None:
             self.check_share(name, command, result)
-        elif not self.model.may_be_lost(command):
+        else:
             expected = self.model.expected_claim(command)
             assert expected is not None, f"{command} was served {result.ids} too early"
             assert result.ids == tuple(sample.id for unit in expected for sample in unit)
 
     def check_share(self, name: Name, command: Claim, result: Claimed) -> None:
         """The rank's own part of the step's selection, all of it that lives."""
-        model, unsure = self.model, self.model.may_be_lost(command)
+        model = self.model
         partition = model.partitions[command.partition]
         assert command.step is not None
         fixed = partition.selections.get((command.task, command.step))
-        if fixed is None and unsure:
-            fixed = self.selection_of(command)
-        elif fixed is None:
+        if fixed is None:
             units = model.expected_claim(command)
             fixed = None if units is None else model.fix(command, units, LIMITS.steps)
         if fixed is None:
             assert not result.ids
             assert not command.blocking
             return
-        assert command.dp_rank is not None
-        share = model.living_share(partition, fixed, command.dp_rank)
-        if unsure:
-            chosen = [sample for sample in share if sample.id in result.ids]
-            for sample in chosen:
-                held = sample.claims.pop(command.task, None)
-                assert held is None or held.limbo or held.name == fixed.name
-            if chosen:
-                fixed.given.setdefault(command.dp_rank, set()).add(name)
-        else:
-            chosen = model.take_share(name, command, fixed)
-        assert list(result.ids) == [sample.id for sample in chosen]
-
-    def selection_of(self, command: Claim) -> Selection | None:
-        """What the ledger fixed while the model could not know which samples are free, though it may be forgotten by
-        now."""
-        partition = self.model.partitions[command.partition]
-        kept = self.ledger._state.partitions[command.partition].tasks[command.task]
-        fixed = self.fixed.get((kept, command.step or 0))
-        if fixed is None:
-            return None
-        generations = {sample.generation: sample for sample in partition.samples.values()}
-        chosen = [generations[generation] for generation in fixed.generations.tolist()]
-        for sample in chosen:
-            held = sample.claims.get(command.task)
-            assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by step {command.step}"
-        ranks = fixed.ranks.tolist()
-        dealt = [
-            [s for s, to in zip(chosen, ranks, strict=True) if to == rank] for rank in range(command.dp_world or 0)
-        ]
-        return self.model.adopt(command, dealt, LIMITS.steps)
+        assert list(result.ids) == [sample.id for sample in model.take_share(name, command, fixed)]
 
     @invariant()
     def nobody_waits_who_could_be_served(self) -> None:
@@ -131,8 +81,7 @@ class ClaimChecks(RuleBasedStateMachine):
             partition = self.model.partitions[command.partition]
             fixed = (command.task, command.step) in partition.selections
             assert not fixed, f"{name} waits though its step is fixed: {command}"
-            if not self.model.may_be_lost(command):
-                assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
+            assert self.model.expected_claim(command) is None, f"{name} waits: {command}"
 
     @invariant()
     def tasks_list_the_claims_that_their_sessions_may_never_have_heard_of(self) -> None:
@@ -144,35 +93,7 @@ class ClaimChecks(RuleBasedStateMachine):
 
     @invariant()
     def each_sample_is_available_held_leased_or_consumed(self) -> None:
-        for name, partition in self.model.partitions.items():
-            kept = self.ledger._state.partitions[name]
-            for task in partition.tasks:
-                rows = [sample.row for sample in partition.samples.values()]
-                assert kept.tasks[task].claimed == np.count_nonzero(kept.tasks[task].claim_ids[rows])
-                states = [state_of(kept.tasks[task], row) for row in rows]
-                counts = (states.count("leased"), states.count("held"))
-                assert counts == (kept.tasks[task].leased, kept.tasks[task].held)
-                for sample in partition.samples.values():
-                    held = sample.claims.get(task)
-                    if held is None or not held.limbo:
-                        assert state_of(kept.tasks[task], sample.row) == expected_state(held), (task, sample)
-
-
-def state_of(task: Task, row: int) -> str:
-    """What a sample is to a task by the ledger's books."""
-    owner = int(task.owners_of(np.array([row]))[0])
-    if not task.claim_ids[row]:
-        assert not owner, f"row {row} is available and owned by {owner}"
-        return "available"
-    return "held" if owner < 0 else "leased" if owner else "consumed"
-
-
-def expected_state(held: Held | None) -> str:
-    if held is None:
-        return "available"
-    if held.until is None:
-        return "consumed"
-    return "leased" if held.name[0] else "held"
+        self.model.check_claims(self.ledger)
 
 
 # --- What bytes may be given to whom, and that none is lost or given twice.
@@ -200,13 +121,10 @@ class SpaceChecks(ClaimChecks):
     turns: dict[Name, int]
     budgets: BudgetBooks
 
-    def check_granted(self, name: Name, before: dict[int, dict[int, Any]]) -> None:
+    def check_backed(self, name: Name) -> None:
+        """What was given is memory that its unit has."""
         for unit, offset, nbytes in self.model.reserved[name]:
-            assert unit not in self.model.draining or not nbytes, f"{name} was given space of a unit that is drained"
-            assert offset % GRANULE_BYTES == 0
             assert 0 <= offset <= offset + nbytes <= self.units[unit].backed, (unit, offset, nbytes)
-            for granule in granules(offset, nbytes):
-                assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
 
     def check_reserve(self, answer: Answer) -> None:
         """New rows leave the reserve of each unit they went to for updates."""
@@ -266,35 +184,6 @@ class SpaceChecks(ClaimChecks):
             return -1
         return max((min(unit.space.largest_bytes, unit.available_bytes(update=update)) for unit in units), default=-1)
 
-    def in_use(self, unit: int) -> dict[int, Any]:
-        """Granules in use by the model's books, and by whom; no two values share bytes, no two extents a granule."""
-        cells = {
-            place
-            for partition in self.model.partitions.values()
-            for sample in partition.samples.values()
-            for place in sample.cells.values()
-        }
-        for pinned in self.model.pins.values():
-            cells |= pinned
-        spans = sorted((p.offset, p.offset + p.nbytes, p.value) for p in cells if p.unit == unit and p.nbytes)
-        used: dict[int, Any] = {}
-        end = 0
-        for start, stop, value in spans:
-            assert start >= end, f"{value} overlaps what ends at {end}"
-            end = stop
-            for granule in granules(start, stop - start):
-                assert used.setdefault(granule, value)[:2] == value[:2], (
-                    f"{value} shares a granule with {used[granule]}"
-                )
-        for name, held in self.model.reserved.items():
-            for at, offset, nbytes in held:
-                if at == unit:
-                    for granule in granules(offset, nbytes):
-                        mine = used.get(granule, (name,))[0] == name
-                        assert mine, f"{name} may write to granule {granule} of {used[granule]}"
-                        used[granule] = (name, "reserved", granule)
-        return used
-
     @invariant()
     def space_is_sound(self) -> None:
         for unit in self.units.values():
@@ -306,13 +195,9 @@ class SpaceChecks(ClaimChecks):
                 at = start + size
             assert at == unit.backed, "free + used is not what is backed"
             free_granules = {g for start, size in free for g in granules(start, size)}
-            used = self.in_use(unit.id)
+            used = self.model.in_use(unit.id)
             assert not free_granules & set(used), f"in use and free: {[used[g] for g in free_granules & set(used)]}"
             assert all(g < unit.backed // GRANULE_BYTES for g in used)
-
-
-def granules(offset: int, nbytes: int) -> range:
-    return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))
 
 
 # --- Who may be given space, and in which order.
@@ -353,17 +238,8 @@ class ReservationChecks(SpaceChecks):
         over = not waiting.moving and self.budgets.is_over(self.ledger, waiting)
         return free >= wanted_bytes(waiting) and not over
 
-    def grant(self, name: Name, command: Allocate, result: Allocated) -> None:
-        """The placements are free by the model's books."""
-        before = {unit: self.in_use(unit) for unit in self.units}
-        self.model.allocated(name, command, result)
-        self.check_granted(name, before)
-
-    def grant_preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
-        """The space is free by the model's books, a small part, and nobody who waits can miss it."""
-        before = {unit: self.in_use(unit) for unit in self.units}
-        self.model.preallocated(name, command, result)
-        self.check_granted(name, before)
+    def check_preallocated(self, name: Name, command: Preallocate) -> None:
+        """The space is a small part, and nobody who waits can miss it."""
         for waiting in [self.model.commands[parked] for parked in self.parked]:
             if isinstance(waiting, Allocate) and (waiting.moving or not self.budgets.is_over(self.ledger, waiting)):
                 assert self.may_be_fragmented(waiting), f"{name} was served before {waiting}"

@@ -11,10 +11,14 @@ import numpy as np
 
 from dataplane.core.schema import field_of
 from dataplane.core.types import FieldSpec, Scalar
+from dataplane.ledger import Limits
 from dataplane.ledger.claims import samplers
 from dataplane.ledger.commands import Claim, Command, Order, Predicate, WhenFull
 
+LIMITS = Limits(preallocated_part=4, steps=3)
+"""Of the ledger that the model test drives."""
 Name = tuple[int, int]
+"""(session, number) of a call."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -41,13 +45,12 @@ class Location:
 
 @dataclass
 class Held:
-    """A claimed sample. `claim` is the claim's id, 0 where no client knows it. `limbo`: its session may have been given
-    up, and this claim with it. `acked`: it is final. `hold`: it waits for its rank, which is not to acknowledge it."""
+    """A claimed sample. `claim` is the claim's id, 0 where no client knows it. `acked`: it is final. `hold`: it waits
+    for its rank, which is not to acknowledge it."""
 
     name: Name
     until: float | None
     claim: int = 0
-    limbo: bool = False
     acked: bool = False
     hold: bool = False
 
@@ -231,15 +234,13 @@ class ClaimModel:
             faults.must.add("InvalidRequestError")
             return
         had = fixed.given.get(command.dp_rank, set())
-        lost, free, unsure = False, False, False
+        lost = False
+        free = False
         for sample in self.living_share(partition, fixed, command.dp_rank):
             held = sample.claims.get(command.task)
-            unsure |= held is not None and held.limbo
             free |= held is None or held.name == fixed.name
             lost |= held is not None and held.name != fixed.name and held.name not in had
-        if unsure:
-            faults.may |= {"ShareConflictError", "InvalidRequestError"}
-        elif lost:
+        if lost:
             faults.must.add("ShareConflictError")
         elif had and not free:
             faults.must.add("InvalidRequestError")
@@ -259,10 +260,6 @@ class ClaimModel:
         picked = samplers.Picked(np.arange(len(rows)), numbers)
         ranks = samplers.shares(name, picked, command.dp_world, np.array(lengths, float) if known else None)
         dealt = [[s for s, to in zip(rows, ranks, strict=True) if to == rank] for rank in range(command.dp_world)]
-        return self.adopt(command, dealt, most)
-
-    def adopt(self, command: Claim, dealt: list[list[Sample]], most: int) -> Selection:
-        assert command.step is not None
         partition = self.partitions[command.partition]
         self.selected += 1
         fixed = Selection((0, self.selected), terms_of(command), dealt, late=self.overdue(command)[0])
@@ -288,11 +285,6 @@ class ClaimModel:
         if share:
             fixed.given.setdefault(command.dp_rank, set()).add(name)
         return share
-
-    def may_be_lost(self, command: Claim) -> bool:
-        """Whether some sample's claim is in limbo, so that the ledger may know it as unclaimed."""
-        partition = self.partitions[command.partition]
-        return any(command.task in s.claims and s.claims[command.task].limbo for s in partition.samples.values())
 
 
 def terms_of(command: Claim) -> tuple[Any, ...]:

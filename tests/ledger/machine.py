@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hypothesis.stateful import invariant
@@ -11,72 +10,39 @@ from dataplane.core.types import PROTOCOL_VERSION, Checksums
 from dataplane.errors import DataPlaneError, SampleNotFoundError, StaleSampleError
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
-    Abort,
-    Ack,
     Allocate,
     Allocated,
     Answer,
     Bye,
     Call,
-    CheckConsumption,
     Claim,
-    Claimed,
-    ClaimsSettled,
     Clear,
-    Cleared,
     Command,
     Commit,
-    Committed,
-    Consumption,
     Drain,
-    Extend,
     FenceSession,
     FindCells,
-    FoundCells,
     GrowArena,
     Grown,
     Heartbeat,
     Input,
-    List,
-    Listed,
-    Locate,
-    Located,
-    Move,
-    Moved,
-    Nack,
     OnFull,
     Opened,
     OpenSession,
     Output,
     Preallocate,
-    Preallocated,
-    Publish,
-    ReadSaved,
-    Register,
-    Release,
-    Save,
-    Saved,
-    SavedRows,
-    Seal,
     SessionAlive,
     SessionGone,
     SessionSilent,
-    SetTags,
-    SetVersion,
-    Stage,
-    StatsReport,
     Tick,
-    Unclaim,
     WhenFull,
-    WhyBlocked,
 )
 from tests.ledger.budget_books import BudgetBooks, given_bytes
-from tests.ledger.checks import LIMITS, RESERVE, Client, ReservationChecks, Unit
-from tests.ledger.claim_model import Name
+from tests.ledger.checks import RESERVE, Client, ReservationChecks, Unit
+from tests.ledger.claim_model import LIMITS, Faults, Name
 from tests.ledger.fingerprint import fingerprint
-from tests.ledger.model import Model, merge_tags
+from tests.ledger.model import Model
 from tests.ledger.oracle import overlooked
-from tests.ledger.save_model import SaveBooks
 from tests.ledger.values import canonical
 
 HOSTS = ("host0", "host1")
@@ -88,10 +54,8 @@ class LedgerDriver(ReservationChecks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.fixed = Ledger(7, limits=LIMITS, checksums=Checksums.ALWAYS), {}
-        self.watch_selections()
+        self.ledger = Ledger(7, limits=LIMITS, checksums=Checksums.ALWAYS)
         self.model = Model()
-        self.books = SaveBooks(self.model)
         self.budgets = BudgetBooks(self.model, RESERVE)
         self.log: list[Input] = []
         self.outputs: list[Output] = []
@@ -100,7 +64,6 @@ class LedgerDriver(ReservationChecks):
         self.clients: dict[int, Client] = {}
         self.parked: dict[Name, float] = {}
         self.answers: dict[Name, Any] = {}
-        self.withdrawn: set[Name] = set()
         self.turns: dict[Name, int] = {}
         self.plans: dict[Name, Commit] = {}
         self.opened = 0
@@ -113,6 +76,9 @@ class LedgerDriver(ReservationChecks):
         self.log.append(item)
         self.budgets.asked(item, self.in_flight())
         outputs = self.ledger.apply(item)
+        for session in self.model.take_ended(self.ledger):
+            left = isinstance(item, Call) and item.session == session and isinstance(item.command, Bye)
+            assert self.clients[session].suspect or left, f"session {session} was given up without cause"
         self.outputs += outputs
         self.said += [canonical(output) for output in outputs]
         answers = [output for output in outputs if isinstance(output, Answer)]
@@ -156,31 +122,35 @@ class LedgerDriver(ReservationChecks):
             self.clients[answer.session].unread.add(answer.call_id)
         if isinstance(answer.result, DataPlaneError):
             self.refused(name, command, answer.result, late)
-        else:
-            if isinstance(command, Allocate):
-                self.check_turn(name, command)
-            self.effect(name, command, answer.result)
+            return
+        if isinstance(command, Allocate):
+            self.check_turn(name, command)
+        if isinstance(command, Claim):
+            self.check_claim(name, command, answer.result)
+        self.model.answered(name, command, answer.result)
+        if isinstance(command, Allocate | Preallocate):
+            self.check_backed(name)
+        if isinstance(command, Preallocate):
+            self.check_preallocated(name, command)
+        if isinstance(command, Bye):
+            self.bye(name[0])
 
     def refused(self, name: Name, command: Command, error: DataPlaneError, late: float | None) -> None:
         kind = type(error).__name__
         assert kind != "InternalError", error
         if kind == "SessionExpiredError":
-            self.expired(name[0])
+            assert name[0] not in self.model.sessions
+            self.clients[name[0]].over = True
         if isinstance(command, Allocate):
             self.budgets.excused = True
         if isinstance(error, SampleNotFoundError | StaleSampleError) and late is None:
             self.budgets.check_told(command, error)
-        if isinstance(command, Ack | Nack | Extend) and isinstance(error, StaleSampleError):
-            self.conclude(command, error.positions)
-        if isinstance(command, Commit) and (name[0], command.reservation) not in self.model.ahead:
-            self.model.reserved.pop((name[0], command.reservation or 0), None)
-        if isinstance(command, Move):
-            self.model.reserved.pop((name[0], command.reservation), None)
+        self.model.refused(name, command, error)
         if late is not None:
             allowed = {
                 "CapacityTimeoutError": late <= self.model.now or self.may_reject(command),
                 "ClaimTimeoutError": late <= self.model.now,
-                "CallCancelledError": name in self.withdrawn,
+                "CallCancelledError": name in self.model.withdrawn,
                 "SessionExpiredError": self.clients[name[0]].over,
                 "PartitionDroppedError": not isinstance(command, FindCells),
                 "TaskNotFoundError": isinstance(command, Claim),
@@ -199,128 +169,10 @@ class LedgerDriver(ReservationChecks):
         rejecting = rejecting and isinstance(command, Allocate) and not command.moving
         return isinstance(command, Allocate) and (command.on_full is OnFull.REJECT or rejecting)
 
-    def expired(self, session: int) -> None:
-        """The ledger says that the session is over: its claims went back."""
-        client = self.clients[session]
-        assert client.suspect or client.said_bye, f"session {session} was given up without cause"
-        client.over = True
-        self.books.ended(session)
-        lost = list(self.model.claims_of(session))
-        self.model.give_back(lambda held: any(held is one for one in lost))
-
-    def effect(self, name: Name, command: Command, result: Any) -> None:
-        model = self.model
-        match command, result:
-            case Register(), _:
-                model.register(command)
-            case Seal(partition=partition), _:
-                model.partitions[partition].sealed = True
-            case Allocate(), Allocated():
-                assert name not in self.withdrawn
-                self.grant(name, command, result)
-            case Preallocate(), Preallocated():
-                assert name not in self.withdrawn
-                self.grant_preallocated(name, command, result)
-            case Commit(), Committed():
-                model.committed(name, command, result)
-                if command.reservation is not None and command.offset is None:
-                    del model.reserved[name[0], command.reservation]
-            case Locate(), Located():
-                assert name not in self.withdrawn
-                model.located(name, command, result)
-            case Claim(), Claimed():
-                assert name not in self.withdrawn
-                self.check_claim(name, command, result)
-                model.claimed(name, command, result)
-            case Clear(), Cleared():
-                model.cleared(command, result)
-            case List(), Listed():
-                partition = model.partitions[command.partition]
-                named = partition.in_order()[: command.limit]
-                if command.samples is not None:
-                    named = model.named(partition, command.samples)
-                model.check_view(named, result)
-            case CheckConsumption(), Consumption():
-                self.check_consumption(command, result)
-            case FindCells(), FoundCells():
-                assert name not in self.withdrawn
-                model.found_cells(name, command, result)
-            case ((Ack() | Nack() | Extend()), ClaimsSettled()):
-                dead = set(range(len(command.samples))) - self.conclude(command, ())
-                assert result.cleared.tolist() == sorted(dead)
-            case Move(), Moved():
-                model.moved(name, command, result)
-            case Save(), Saved():
-                assert name not in self.withdrawn
-                self.books.saved(name, command, result)
-            case ReadSaved(), SavedRows():
-                self.books.read(name[0], command, result)
-            case StatsReport() | WhyBlocked(), _:
-                pass
-            case _:
-                self.plain_effect(name, command)
-
-    def conclude(self, command: Ack | Nack | Extend, refused: Sequence[int]) -> set[int]:
-        """Done to all samples of the command that live, but to those at the places that were refused; the places of
-        all that live."""
-        settled = self.model.settled(self.model.partitions[command.partition], command)
-        for place, sample, _ in settled:
-            held = sample.claims.get(command.task)
-            if place in refused:
-                continue
-            if isinstance(command, Nack):
-                sample.claims.pop(command.task, None)
-                continue
-            assert held is not None
-            if isinstance(command, Ack):
-                held.until, held.acked = None, True
-            else:
-                held.until = self.model.now + command.lease_s
-        return {place for place, _, _ in settled}
-
-    def plain_effect(self, name: Name, command: Command) -> None:
-        """What a `Done` means."""
-        model, session = self.model, name[0]
-        match command:
-            case Abort(reservation=call_id) | Release(located=call_id) | Unclaim(claimed=call_id):
-                self.withdrawn.add((session, call_id))
-        match command:
-            case Abort(reservation=call_id):
-                model.reserved.pop((session, call_id), None)
-            case Release(located=call_id):
-                model.pins.pop((session, call_id), None)
-                self.books.taken.pop((session, call_id), None)
-            case Drain(unit=unit, undo=undo):
-                (model.draining.discard if undo else model.draining.add)(unit)
-            case Stage():
-                self.books.stage(session, command)
-            case Publish():
-                self.books.publish(command)
-            case Unclaim(claimed=call_id):
-                mine = [held for held in model.claims_of(session) if held.name[1] == call_id]
-                unconfirmed = not model.has_answer((session, call_id))
-                model.give_back(lambda held: unconfirmed and any(held is one for one in mine))
-            case SetVersion():
-                model.partitions[command.partition].version = command.version
-            case SetTags():
-                merge_tags(model.named(model.partitions[command.partition], command.samples), command.tags)
-            case Bye():
-                self.clients[session].said_bye = True
-                self.books.ended(session)
-                self.budgets.excused = True
-                lost = list(model.claims_of(session))
-                model.give_back(lambda held: any(held is one for one in lost))
-                self.parked = {key: late for key, late in self.parked.items() if key[0] != session}
-                for key in [key for key in model.reserved if key[0] == session]:
-                    del model.reserved[key]
-
-    def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
-        partition = self.model.partitions[command.partition]
-        claims = [s.claims.get(task) for s in partition.samples.values() for task in command.tasks]
-        if not any(held is not None and held.limbo for held in claims):
-            assert result.consumed == (
-                partition.complete and all(held is not None and not held.open for held in claims)
-            )
+    def bye(self, session: int) -> None:
+        self.clients[session].said_bye = True
+        self.budgets.excused = True
+        self.parked = {key: late for key, late in self.parked.items() if key[0] != session}
 
     def call(self, client: Client, command: Command, *, call_id: int | None = None) -> Answer | None:
         """One command of the session; None if it parked."""
@@ -328,18 +180,18 @@ class LedgerDriver(ReservationChecks):
             call_id = client.next
             client.next += 1
         name = (client.id, call_id)
-        faults = self.books.faults(client.id, command) or self.model.faults(client.id, command)
+        faults = self.model.saves.faults(client.id, command) or self.model.faults(client.id, command)
         if isinstance(command, Drain) and self.takes_the_last_space(command):
             faults.must |= {"DrainError"}
-        if name in self.withdrawn:
+        if name in self.model.withdrawn:
             faults.must |= {"CallCancelledError"}
-        self.model.commands[name] = command
-        self.model.below[client.id] = max(self.model.below.get(client.id, 1), client.below)
-        named, client.has = client.has, ()
-        self.model.told.update((client.id, other) for other in named)
+        if client.id not in self.model.sessions:
+            faults = Faults(set() if isinstance(command, Bye) else {"SessionExpiredError"})
         client.heard = self.model.now
-        pairs = tuple(bound for other in named for bound in (other, other))
+        pairs = tuple(bound for other in client.has for bound in (other, other))
+        client.has = ()
         item = Call(session=client.id, call_id=call_id, watermark=client.below, confirmed=pairs, command=command)
+        self.model.asked(item)
         outputs = self.feed(item, name)
         answers = [o for o in outputs if isinstance(o, Answer) and (o.session, o.call_id) == name]
         assert len(answers) <= 1
@@ -365,8 +217,7 @@ class LedgerDriver(ReservationChecks):
             if isinstance(command, Preallocate):
                 free = {"CapacityTimeoutError"}
                 faults.must |= set() if command.unit in client.attached else {"InvalidRequestError"}
-            gone = {"SessionExpiredError"} if client.suspect else set()
-            assert kind in faults.must | faults.may | free | gone, (command, answer.result, faults)
+            assert kind in faults.must | faults.may | free, (command, answer.result, faults)
         else:
             assert not faults.must, (command, answer.result, faults)
 
@@ -396,28 +247,16 @@ class LedgerDriver(ReservationChecks):
         (opened,) = first
         assert isinstance(opened, Opened)
         assert opened.session not in self.clients
+        self.model.sessions.add(opened.session)
         client = self.clients[opened.session] = Client(opened.session, host, heard=self.model.now)
         return client
 
     def quiet(self, client: Client) -> None:
         """From now on the ledger may give this session up, if nothing shows that it lives."""
-        if not (client.alive and client.attached):
-            client.suspect = True
-            for held in self.model.claims_of(client.id):
-                held.limbo = True
-
-    def proven_gone(self, unit: Unit, client: Client) -> None:
-        """The session is over; what it may lose goes back now, what it holds in this unit is free."""
-        client.suspect = True
-        lost = list(self.model.claims_of(client.id))
-        self.model.give_back(lambda held: any(held is one for one in lost))
-        for name in [name for name in self.model.reserved if name[0] == client.id]:
-            self.model.reserved[name] = [held for held in self.model.reserved[name] if held[0] != unit.id]
-        for name in [name for name in self.model.pins if name[0] == client.id]:
-            self.model.pins[name] = {place for place in self.model.pins[name] if place.unit != unit.id}
+        client.suspect = client.suspect or not (client.alive and client.attached)
 
     def withdraw(self, name: Name, command: Command) -> None:
-        self.withdrawn.add(name)
+        self.model.withdrawn.add(name)
         self.call(self.clients[name[0]], command)
 
     def carry_out(self, unit: Unit) -> None:
@@ -434,7 +273,8 @@ class LedgerDriver(ReservationChecks):
             self.feed(SessionAlive(unit=unit.id, session=client.id))
             return
         unit.fenced.add(client.id)
-        self.proven_gone(unit, client)
+        client.suspect = True
+        self.model.proven_gone(client.id, unit.id)
         self.feed(SessionGone(unit=unit.id, session=client.id))
 
     def pass_time(self, seconds: float) -> None:
@@ -446,7 +286,7 @@ class LedgerDriver(ReservationChecks):
                 self.feed(Heartbeat(session=client.id))
             if self.model.now - client.heard > HEARTBEAT_S:
                 self.quiet(client)
-        self.model.give_back(lambda held: held.until is not None and held.until <= self.model.now)
+        self.model.passed(self.model.now)
         self.feed(Tick(now=self.model.now))
         assert all(late > self.model.now for late in self.parked.values()), "a parked call outlived its deadline"
 
@@ -461,7 +301,7 @@ class LedgerDriver(ReservationChecks):
         due = [*self.parked.values()]
         for partition in self.model.partitions.values():
             for sample in partition.samples.values():
-                due += [held.until for held in sample.claims.values() if held.until is not None and not held.limbo]
+                due += [held.until for held in sample.claims.values() if held.until is not None]
         if due:
             deadline = self.ledger.next_deadline()
             assert deadline is not None

@@ -299,7 +299,9 @@ class LedgerEvictor(LedgerSessions):
         """A row on lease is acknowledged, or a reader goes on."""
         leased = [(row, task, held) for row in self.rows() for task, held in row.claims.items() if held.until]
         leased = [entry for entry in leased if entry[2].name[0] and self.clients[entry[2].name[0]].speaks]
-        readers = [name for name in self.model.pins if self.clients[name[0]].speaks and name not in self.books.taken]
+        readers = [
+            name for name in self.model.pins if self.clients[name[0]].speaks and name not in self.model.saves.taken
+        ]
         if leased and chance.random() < 0.5:
             row, task, held = chance.choice(leased)
             samples = by_handles([(row.row, row.generation)])
@@ -571,7 +573,6 @@ class LedgerSaver(LedgerWriter):
         if STAGED in self.model.partitions:
             other = client if client.speaks else next((c for c in self.clients.values() if c.speaks), None)
             self.call(other or self.open_session(client.host), Clear(partition=STAGED, samples=None))
-            self.books.staged.pop(STAGED, None)
 
     def copy_samples(self, client: Client, call_id: int, saved: SavedPartition) -> list[tuple[int, int]]:
         """The saved samples in two pages; their new handles."""
@@ -619,13 +620,13 @@ class LedgerSaver(LedgerWriter):
         answer = self.call(client, command)
         return answer.result if answer is not None and isinstance(answer.result, SavedRows) else None
 
-    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.books.taken))
+    @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.saves.taken))
     @rule(data=st.data())
     def read_later(self, data: st.DataObject) -> None:
         """What was saved and not released is as it was."""
-        held = sorted(name for name in self.books.taken if self.clients[name[0]].speaks)
+        held = sorted(name for name in self.model.saves.taken if self.clients[name[0]].speaks)
         session, call_id = data.draw(st.sampled_from(held))
-        taken = self.books.taken[session, call_id].get("p", [])
+        taken = self.model.saves.taken[session, call_id].get("p", [])
         fields = tuple({name: None for sample in taken for name in sample.cells})
         command = ReadSaved(saved=call_id, partition="p", first=0, last=len(taken), fields=fields, names=True)
         self.call(self.clients[session], command)

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from dataplane.core.schema import field_of, variants_of
 from dataplane.core.types import GRANULE_BYTES, Scalar
+from dataplane.errors import DataPlaneError, StaleCallError, StaleSampleError
+from dataplane.ledger import Ledger
 from dataplane.ledger.commands import (
+    Abort,
     Ack,
     Allocate,
     Allocated,
+    Bye,
+    Call,
+    CheckConsumption,
     Claim,
     Claimed,
     Clear,
@@ -24,10 +33,13 @@ from dataplane.ledger.commands import (
     Commit,
     CommitColumn,
     Committed,
+    Consumption,
+    Done,
+    Drain,
     Extend,
-    FieldLocations,
     FindCells,
     FoundCells,
+    List,
     Listed,
     Locate,
     Located,
@@ -38,10 +50,18 @@ from dataplane.ledger.commands import (
     Placement,
     Preallocate,
     Preallocated,
+    Publish,
+    ReadSaved,
     Register,
+    Release,
     Samples,
+    Save,
+    Seal,
     SetTags,
+    SetVersion,
+    Stage,
     TagColumn,
+    Unclaim,
     WhyBlocked,
 )
 from tests.ledger.claim_model import (
@@ -55,10 +75,17 @@ from tests.ledger.claim_model import (
     fields_of_puts,
     matches,
 )
-from tests.ledger.values import placement_ranges, sizes_of_puts, value_locations
+from tests.ledger.save_model import SaveBooks
+from tests.ledger.values import checksums_in, granules, placement_ranges, sizes_of_puts, value_locations
+
+Settling = Ack | Nack | Extend
 
 
 class Model(ClaimModel):
+    """All by the names of calls: `reserved` is the space that a put has left, `granted` where its values go, `pins`
+    what may be read, `found` the cells that a drain found, `shown` those that an answer told of, by field and in its
+    order. `lease_s` is the longest lease of each claim, `sessions` are those that live."""
+
     def __init__(self) -> None:
         super().__init__()
         self.commands: dict[Name, Command] = {}
@@ -72,6 +99,11 @@ class Model(ClaimModel):
         self.below: dict[int, int] = {}
         self.told: set[Name] = set()
         self.found: dict[Name, list[Location]] = {}
+        self.shown: dict[Name, dict[str, list[Place | None]]] = {}
+        self.withdrawn: set[Name] = set()
+        self.lease_s: dict[int, float] = {}
+        self.sessions: set[int] = set()
+        self.saves = SaveBooks(self)
         self.draining: set[int] = set()
         self.past: deque[tuple[str, tuple[int, int], int]] = deque(maxlen=12)
 
@@ -207,21 +239,15 @@ class Model(ClaimModel):
         want = [(column.name, column.sizes.tolist()) for column in allocate.columns]
         return want == [(column.name, sizes_of(column)) for column in command.columns]
 
-    def settle_faults(self, partition: Partition, command: Ack | Nack | Extend) -> Faults:
+    def settle_faults(self, partition: Partition, command: Settling) -> Faults:
         """What is done is done whatever becomes of the rest; samples that their claim does not hold are stale."""
         if command.task not in partition.tasks:
             return Faults({"TaskNotFoundError"})
-        faults = Faults()
-        for _, sample, claim in self.settled(partition, command):
-            held = sample.claims.get(command.task)
-            if not may_settle(held, command, claim):
-                unsure = isinstance(command, Nack) and held is not None and held.limbo
-                (faults.may if unsure else faults.must).add("StaleSampleError")
-            elif held is not None and held.limbo and not isinstance(command, Nack):
-                faults.may.add("StaleSampleError")
-        return faults
+        settled = self.settled(partition, command)
+        fine = all(may_settle(sample.claims.get(command.task), command, claim) for _, sample, claim in settled)
+        return Faults(set() if fine else {"StaleSampleError"})
 
-    def settled(self, partition: Partition, command: Ack | Nack | Extend) -> list[tuple[int, Sample, int | None]]:
+    def settled(self, partition: Partition, command: Settling) -> list[tuple[int, Sample, int | None]]:
         """The live samples that the command names, each with its place there and its claim."""
         claims: list[int | None] = [None] * len(command.samples) if command.claims is None else command.claims.tolist()
         if command.samples.ids is not None:
@@ -231,7 +257,130 @@ class Model(ClaimModel):
         named = enumerate(zip(found, claims, strict=True))
         return [(place, sample, claim) for place, (sample, claim) in named if sample is not None]
 
+    # --- what inputs change ----------------------------------------------------------------------------------
+
+    def asked(self, call: Call) -> None:
+        """The command, and which answers its client has by now."""
+        session, number = call.session, call.number
+        self.commands.setdefault((session, number), call.command)
+        if call.watermark <= number:
+            self.below[session] = max(self.below.get(session, 1), call.watermark)
+            for first, last in zip(call.confirmed[::2], call.confirmed[1::2], strict=True):
+                self.told.update((session, other) for other in range(first, last + 1))
+
+    def passed(self, now: float) -> None:
+        """The clock goes on."""
+        self.now = now
+        self.give_back(lambda held: held.until is not None and held.until <= now)
+
+    def restarted(self) -> None:
+        """All leases begin again, each as long as the longest of its claim."""
+        for partition in self.partitions.values():
+            for sample in partition.samples.values():
+                for held in sample.claims.values():
+                    if held.open:
+                        held.until = self.now + self.lease_s[held.claim]
+
+    def proven_gone(self, session: int, unit: int) -> None:
+        """What the session held in this unit is free."""
+        for name in [name for name in self.reserved if name[0] == session]:
+            self.reserved[name] = [held for held in self.reserved[name] if held[0] != unit]
+        for name in [name for name in self.pins if name[0] == session]:
+            self.pins[name] = {place for place in self.pins[name] if place.unit != unit}
+
+    def take_ended(self, ledger: Ledger) -> list[int]:
+        """Sessions that the ledger has ended since: their claims went back before anything else was done."""
+        live = {session.number for session in ledger._state.sessions.values() if session.live}
+        ended = sorted(self.sessions - live)
+        for session in ended:
+            self.sessions.discard(session)
+            lost = self.claims_of(session)
+            self.give_back(lambda held, lost=lost: any(held is one for one in lost))  # type: ignore[misc]
+            self.saves.ended(session)
+        return ended
+
     # --- what answers change ---------------------------------------------------------------------------------
+
+    def answered(self, name: Name, command: Command, result: Any) -> None:
+        """The answer is right; what it changes."""
+        assert name not in self.withdrawn or isinstance(result, Done), f"{name} was withdrawn, then served: {result}"
+        match command:
+            case Register():
+                self.register(command)
+            case Seal(partition=partition):
+                self.partitions[partition].sealed = True
+            case Allocate():
+                self.allocated(name, command, result)
+            case Preallocate():
+                self.preallocated(name, command, result)
+            case Commit():
+                self.committed(name, command, result)
+                if command.reservation is not None and command.offset is None:
+                    del self.reserved[name[0], command.reservation]
+            case Locate():
+                self.located(name, command, result)
+            case Claim():
+                self.claimed(name, command, result)
+            case Clear():
+                self.cleared(command, result)
+            case List():
+                partition = self.partitions[command.partition]
+                listed = partition.in_order()[: command.limit]
+                if command.samples is not None:
+                    listed = self.named(partition, command.samples)
+                self.check_view(listed, result)
+            case CheckConsumption():
+                self.check_consumption(command, result)
+            case FindCells():
+                self.found_cells(name, command, result)
+            case Ack() | Nack() | Extend():
+                dead = set(range(len(command.samples))) - self.conclude(command, ())
+                assert result.cleared.tolist() == sorted(dead)
+            case Move():
+                self.moved(name, command, result)
+            case Save():
+                self.saves.saved(name, command, result)
+            case ReadSaved():
+                self.saves.read(name, command, result)
+            case Stage():
+                self.saves.stage(name[0], command)
+            case Publish():
+                self.saves.publish(command)
+            case Drain(unit=unit, undo=undo):
+                (self.draining.discard if undo else self.draining.add)(unit)
+            case SetVersion():
+                self.partitions[command.partition].version = command.version
+            case SetTags():
+                merge_tags(self.named(self.partitions[command.partition], command.samples), command.tags)
+            case Abort() | Release() | Unclaim() | Bye():
+                self.undone(name[0], command)
+
+    def undone(self, session: int, command: Abort | Release | Unclaim | Bye) -> None:
+        """The client needs something no more."""
+        match command:
+            case Abort(reservation=number):
+                self.reserved.pop((session, number), None)
+                self.withdrawn.add((session, number))
+            case Release(located=number):
+                self.pins.pop((session, number), None)
+                self.saves.taken.pop((session, number), None)
+                self.withdrawn.add((session, number))
+            case Unclaim(claimed=number):
+                if not self.has_answer((session, number)):
+                    self.give_back(lambda held: held.name == (session, number) and not held.acked)
+                self.withdrawn.add((session, number))
+            case Bye():
+                self.reserved = {name: held for name, held in self.reserved.items() if name[0] != session}
+
+    def refused(self, name: Name, command: Command, error: DataPlaneError) -> None:
+        if isinstance(command, Settling) and isinstance(error, StaleSampleError):
+            self.conclude(command, error.positions)
+        if isinstance(command, Commit) and (name[0], command.reservation) not in self.ahead:
+            self.reserved.pop((name[0], command.reservation or 0), None)
+        if isinstance(command, Move):
+            self.reserved.pop((name[0], command.reservation), None)
+        if isinstance(command, ReadSaved) and (name[0], command.saved) in self.saves.taken:
+            assert isinstance(error, StaleCallError), f"{name} cannot read what call {command.saved} saved: {error}"
 
     def register(self, command: Register) -> None:
         old = self.partitions.get(command.partition)
@@ -252,13 +401,54 @@ class Model(ClaimModel):
     def allocated(self, name: Name, command: Allocate, result: Allocated) -> None:
         sizes = [column.sizes.tolist() for column in command.columns]
         value_locations(sizes, result)
-        self.reserved[name] = placement_ranges(sizes, result)
+        self.grant(name, placement_ranges(sizes, result))
         self.granted[name] = result
         self.reserved_in[name] = self.partitions[command.partition].incarnation
 
     def preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
-        self.reserved[name] = [(command.unit, result.offset, granules_of(command.nbytes))]
+        self.grant(name, [(command.unit, result.offset, granules_of(command.nbytes))])
         self.ahead.add(name)
+
+    def grant(self, name: Name, ranges: list[tuple[int, int, int]]) -> None:
+        """A call may write there from now on; nobody uses these bytes."""
+        before = {unit: self.in_use(unit) for unit, _, _ in ranges}
+        for unit, offset, nbytes in ranges:
+            assert unit not in self.draining or not nbytes, f"{name} was given space of a unit that is drained"
+            assert not offset % GRANULE_BYTES
+            for granule in granules(offset, nbytes):
+                assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
+        self.reserved[name] = ranges
+
+    def cells(self) -> set[Place]:
+        """All that may be read: what lives, and what is pinned."""
+        live = {
+            place
+            for partition in self.partitions.values()
+            for sample in partition.samples.values()
+            for place in sample.cells.values()
+        }
+        return live.union(*self.pins.values())
+
+    def in_use(self, unit: int) -> dict[int, Any]:
+        """Granules in use, and by whom; no two values share bytes, no two extents a granule."""
+        spans = sorted((p.offset, p.offset + p.nbytes, p.value) for p in self.cells() if p.unit == unit and p.nbytes)
+        used: dict[int, Any] = {}
+        end = 0
+        for start, stop, value in spans:
+            assert start >= end, f"{value} overlaps what ends at {end}"
+            end = stop
+            for granule in granules(start, stop - start):
+                assert used.setdefault(granule, value)[:2] == value[:2], (
+                    f"{value} shares a granule with {used[granule]}"
+                )
+        for name, held in self.reserved.items():
+            for at, offset, nbytes in held:
+                if at == unit:
+                    for granule in granules(offset, nbytes):
+                        mine = used.get(granule, (name,))[0] == name
+                        assert mine, f"{name} may write to granule {granule} of {used[granule]}"
+                        used[granule] = (name, "reserved", granule)
+        return used
 
     def committed(self, name: Name, command: Commit, result: Committed) -> None:
         partition = self.partitions[command.partition]
@@ -333,10 +523,12 @@ class Model(ClaimModel):
         assert pairs == [(s.row, s.generation) for s in samples]
         assert [found.name for found in result.fields] == list(command.fields)
         self.pins[name] = set()
+        shown = self.shown[name] = {}
         for found in result.fields:
-            assert checksums_in(found) == [sample.cells[found.name].checksum for sample in samples]
-            for i, sample in enumerate(samples):
-                cell = sample.cells[found.name]
+            cells = [sample.cells[found.name] for sample in samples]
+            shown[found.name] = [*cells]
+            assert checksums_in(found) == [cell.checksum for cell in cells]
+            for i, cell in enumerate(cells):
                 assert int(found.lengths[i]) == cell.length
                 assert found.spec == cell.spec
                 if cell.nbytes:
@@ -359,6 +551,9 @@ class Model(ClaimModel):
             assert cell.checksum == (0 if result.checksums is None else int(result.checksums[k]))
             self.found[name].append(cell)
             self.pins[name].add(cell)
+        assert len(set(result.offsets.tolist())) <= command.max_cells, "more than are the same bytes"
+        cells = dict(zip(result.index.tolist(), self.found[name], strict=True))
+        self.shown[name] = {result.field: [cells[k] for k in range(len(result.lengths))]}
         values = {cell.value for cell in self.found[name] if cell.nbytes}
         assert len(values) == sum(int(n) * result.spec.unit_bytes > 0 for n in result.lengths), "a value comes once"
         mine = [cell for p in self.partitions.values() for s in p.samples.values() for cell in s.cells.values()]
@@ -392,11 +587,13 @@ class Model(ClaimModel):
             assert (row, generation) in partition.live, f"{name} claimed a sample that is not live"
             sample = partition.live[row, generation]
             held = sample.claims.get(command.task)
-            assert held is None or held.limbo, f"{sample.id} was claimed by {held} and by {name}"
+            assert held is None, f"{sample.id} was claimed by {held} and by {name}"
             assert set(command.fields) <= sample.fields, f"{sample.id} was claimed before {command.fields}"
             assert matches(sample, self.conditions(command))
             samples.append(sample)
         assert len({s.id for s in samples}) == len(samples) <= command.batch_size
+        assert not result.claim or result.claim not in self.lease_s, f"claim {result.claim} was made twice"
+        self.lease_s[result.claim] = command.lease_s or 0.0
         for sample in samples:
             until = None if command.lease_s is None else self.now + command.lease_s
             held = sample.claims[command.task] = Held(name, until, result.claim)
@@ -428,6 +625,7 @@ class Model(ClaimModel):
         assert tags == [s.tags for s in samples]
 
     def cleared(self, command: Clear, result: Cleared) -> None:
+        """A staged partition can go only as a whole."""
         partition = self.partitions.get(command.partition)
         if partition is None:
             assert result.count == 0
@@ -435,6 +633,7 @@ class Model(ClaimModel):
         if command.samples is None:
             assert result.count == len(partition.samples)
             del self.partitions[command.partition]
+            self.saves.staged.pop(command.partition, None)
             return
         gone = {s.generation: s for s in self.named(partition, command.samples)}
         assert result.count == len(gone)
@@ -442,19 +641,63 @@ class Model(ClaimModel):
             del partition.samples[sample.id]
             del partition.live[sample.row, sample.generation]
 
+    # --- what follows claims
+
+    def conclude(self, command: Settling, refused: Sequence[int]) -> set[int]:
+        """Done to all samples of the command that live, but to those at the places that were refused: those that their
+        claim does not hold. The places of all that live."""
+        settled = self.settled(self.partitions[command.partition], command)
+        for place, sample, claim in settled:
+            held = sample.claims.get(command.task)
+            allowed = may_settle(held, command, claim)
+            assert allowed != (place in refused), f"{sample.id}, held by {held}: {command}, {refused}"
+            if not allowed:
+                continue
+            if isinstance(command, Nack):
+                sample.claims.pop(command.task, None)
+                continue
+            assert held is not None
+            if isinstance(command, Ack):
+                held.until = None
+                held.acked = True
+            else:
+                held.until = self.now + command.lease_s
+                self.lease_s[held.claim] = max(self.lease_s[held.claim], command.lease_s)
+        living = {place for place, _, _ in settled}
+        assert living.issuperset(refused), f"samples that were cleared hold up the rest: {command}, {refused}"
+        return living
+
+    def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
+        partition = self.partitions[command.partition]
+        claims = [s.claims.get(task) for s in partition.samples.values() for task in command.tasks]
+        settled = all(held is not None and not held.open for held in claims)
+        assert result.consumed == (partition.complete and settled)
+
+    def check_claims(self, ledger: Ledger) -> None:
+        """To each task each sample is available, held for a rank, on lease or consumed, as the ledger has it."""
+        for name, partition in self.partitions.items():
+            samples = partition.in_order()
+            rows = np.array([sample.row for sample in samples], np.int64)
+            for task in partition.tasks:
+                kept = ledger._state.partitions[name].tasks[task]
+                claims = zip(kept.claim_ids[rows].tolist(), kept.owners_of(rows).tolist(), strict=True)
+                states = [state_of(claim, owner) for claim, owner in claims]
+                expected = [expected_state(sample.claims.get(task)) for sample in samples]
+                assert states == expected, (name, task, samples)
+                counts = (len(states) - states.count("available"), states.count("leased"), states.count("held"))
+                assert counts == (kept.claimed, kept.leased, kept.held), (name, task)
+
     def give_back(self, wanted: Callable[[Held], bool]) -> None:
         """The claims that `wanted` picks are over."""
         for partition in self.partitions.values():
             for sample in partition.samples.values():
                 sample.claims = {task: held for task, held in sample.claims.items() if not wanted(held)}
 
-    def claims_of(self, session: int) -> Iterable[Held]:
+    def claims_of(self, session: int) -> list[Held]:
         """Claims of a session that go back if it dies."""
-        for partition in self.partitions.values():
-            for sample in partition.samples.values():
-                for held in sample.claims.values():
-                    if held.name[0] == session and self.returnable(held):
-                        yield held
+        samples = [sample for partition in self.partitions.values() for sample in partition.samples.values()]
+        claims = [held for sample in samples for held in sample.claims.values() if held.name[0] == session]
+        return [held for held in claims if self.returnable(held)]
 
     def returnable(self, held: Held) -> bool:
         """Leased, or not yet confirmed."""
@@ -467,13 +710,29 @@ class Model(ClaimModel):
         return name[1] < self.below.get(name[0], 1) or name in self.told
 
 
-def may_settle(held: Held | None, command: Ack | Nack | Extend, claim: int | None) -> bool:
+def may_settle(held: Held | None, command: Settling, claim: int | None) -> bool:
     """Whether a command of that claim has its way with a sample that is held so."""
     if not isinstance(command, Nack):
         return held is not None and held.open and held.claim == claim != 0
     if held is None:
         return True
     return held.until is None if claim is None else held.claim == claim != 0 and not held.acked
+
+
+def state_of(claim: int, owner: int) -> str:
+    """What a sample is to a task by the ledger's books."""
+    if not claim:
+        assert not owner, f"a sample is available and owned by {owner}"
+        return "available"
+    return "held" if owner < 0 else "leased" if owner else "consumed"
+
+
+def expected_state(held: Held | None) -> str:
+    if held is None:
+        return "available"
+    if held.until is None:
+        return "consumed"
+    return "leased" if held.name[0] else "held"
 
 
 def handles(samples: Samples) -> list[tuple[int, int]]:
@@ -485,11 +744,6 @@ def handles(samples: Samples) -> list[tuple[int, int]]:
 def granules_of(nbytes: int) -> int:
     """`nbytes` rounded up to whole granules."""
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
-
-
-def checksums_in(found: FieldLocations) -> list[int]:
-    """Of each sample; 0 where there is none."""
-    return [0] * len(found.lengths) if found.checksums is None else found.checksums.tolist()
 
 
 def other_column(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from dataplane.ledger.commands import (
     SavedRows,
     Stage,
 )
-from tests.ledger.checks import LIMITS
-from tests.ledger.claim_model import Faults, Held, Name, Partition, Sample
-from tests.ledger.model import Model, checksums_in
+from tests.ledger.claim_model import LIMITS, Faults, Held, Name, Partition, Sample
+from tests.ledger.values import checksums_in
+
+if TYPE_CHECKING:
+    from tests.ledger.model import Model
 
 FOR_GOOD = (0, 0)
 """The claim that a published sample's was: nobody's, and final."""
@@ -90,11 +93,10 @@ class SaveBooks:
         for task in found.tasks:
             for sample, bit in zip(partition.in_order(), bits_of(task.claimed, found.live), strict=True):
                 held = sample.claims.get(task.name)
-                if held is None or not held.limbo:
-                    assert bit == (held is not None and not self.model.returnable(held)), (task.name, sample)
+                assert bit == (held is not None and not self.model.returnable(held)), (task.name, sample)
 
-    def read(self, session: int, command: ReadSaved, result: SavedRows) -> None:
-        samples = self.taken[session, command.saved][command.partition][command.first : command.last]
+    def read(self, name: Name, command: ReadSaved, result: SavedRows) -> None:
+        samples = self.taken[name[0], command.saved][command.partition][command.first : command.last]
         assert result.ids == (tuple(sample.id for sample in samples) if command.names else ())
         tags: list[dict[str, object]] = [{} for _ in samples]
         for column in result.tags:
@@ -103,11 +105,11 @@ class SaveBooks:
                 tags[place][column.name] = value
         assert tags == [sample.tags if command.names else {} for sample in samples]
         assert [found.name for found in result.fields] == list(command.fields)
+        shown = self.model.shown[name] = {}
         for found in result.fields:
-            cells = [sample.cells.get(found.name) for sample in samples]
+            cells = shown[found.name] = [sample.cells.get(found.name) for sample in samples]
             assert checksums_in(found) == [0 if cell is None else cell.checksum for cell in cells]
-            for i, sample in enumerate(samples):
-                cell = sample.cells.get(found.name)
+            for i, cell in enumerate(cells):
                 assert int(found.lengths[i]) == (-1 if cell is None else cell.length)
                 if cell is not None and cell.nbytes:
                     assert (int(found.units[i]), int(found.offsets[i])) == (cell.unit, cell.offset)
@@ -123,6 +125,7 @@ class SaveBooks:
         found = [model.partitions.pop(name) for name in command.staged]
         for name, partition, wanted in zip(command.staged, found, command.partitions, strict=True):
             del self.staged[name]
+            assert len(partition.samples) == wanted.live, "other samples were published than staged"
             partition.fields = {kept.name: kept.declared for kept in wanted.fields if kept.declared is not None}
             partition.num_samples, partition.strict, partition.sealed = wanted.num_samples, wanted.strict, wanted.sealed
             partition.born, partition.version = wanted.born, wanted.version

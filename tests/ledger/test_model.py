@@ -389,7 +389,11 @@ class LedgerMachine(LedgerSaver, LedgerMover):
             stale = type(mine[0].result).__name__ == "StaleCallError"
             assert stale == self.model.has_answer(name)
             kept = canonical(mine[0].result) == self.answers[name]
-            assert stale or kept or (name in self.withdrawn and type(mine[0].result).__name__ == "CallCancelledError")
+            assert (
+                stale
+                or kept
+                or (name in self.model.withdrawn and type(mine[0].result).__name__ == "CallCancelledError")
+            )
         self.feed(Heartbeat(session=client.id))
         assert fingerprint(self.ledger) == before, "a repeated call changed something"
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.core.types import GRANULE_BYTES, FieldKind, FieldSpec
 from dataplane.errors import DataPlaneError
-from dataplane.ledger.commands import Allocated, Placement, Samples
+from dataplane.ledger.commands import Allocated, FieldLocations, Placement, Samples
 
 BYTES = FieldSpec(FieldKind.JAGGED, "uint8", ())
 WORDS = FieldSpec(FieldKind.JAGGED, "int64", ())
@@ -77,3 +77,13 @@ def placement_ranges(sizes: Sequence[Sequence[int]], allocated: Allocated) -> li
         return sum(int(size) for size in sizes[p.column][p.first : p.last])
 
     return [(p.unit, p.offset, nbytes(p)) for p in allocated.placements]
+
+
+def granules(offset: int, nbytes: int) -> range:
+    """Which granules of an arena these bytes touch."""
+    return range(offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES))
+
+
+def checksums_in(found: FieldLocations) -> list[int]:
+    """Of each sample; 0 where there is none."""
+    return [0] * len(found.lengths) if found.checksums is None else found.checksums.tolist()

@@ -33,10 +33,10 @@ from dataplane.ledger.commands import (
     Waits,
     WhyBlocked,
 )
-from tests.ledger.checks import Client, expected_state
+from tests.ledger.checks import Client
 from tests.ledger.claim_model import is_ready, matches
 from tests.ledger.machine import LedgerDriver
-from tests.ledger.model import sizes_of
+from tests.ledger.model import expected_state, sizes_of
 from tests.ledger.values import BYTES, WORDS, by_handles, by_ids, int64s
 
 IDS = [f"s{i}" for i in range(7)]
@@ -205,7 +205,7 @@ class LedgerWriter(LedgerDriver):
         terms = {"task": task, "fields": ("a", "c"), "where": where, "group_size": group_size, "max_lag": max_lag}
         answer = self.call(client, WhyBlocked(partition="p", **terms))
         claim = Claim(partition="p", batch_size=2, **terms)
-        if answer is None or not isinstance(answer.result, Blocked) or self.model.may_be_lost(claim):
+        if answer is None or not isinstance(answer.result, Blocked):
             return
         facts, left = answer.result, self.model.unclaimed(claim)
         ready = [s for s in left if is_ready(s, claim)]
