@@ -42,7 +42,6 @@ from tests.ledger.checks import RESERVE, Client, ReservationChecks, Unit
 from tests.ledger.claim_model import LIMITS, Faults, Name
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.model import Model
-from tests.ledger.oracle import overlooked
 from tests.ledger.values import canonical
 
 HOSTS = ("host0", "host1")
@@ -291,10 +290,6 @@ class LedgerDriver(ReservationChecks):
         assert all(late > self.model.now for late in self.parked.values()), "a parked call outlived its deadline"
 
     # --- invariants ------------------------------------------------------------------------------------------
-
-    @invariant()
-    def nobody_waits_who_could_be_served(self) -> None:
-        assert not overlooked(self.ledger)
 
     @invariant()
     def the_next_deadline_is_early_enough(self) -> None:

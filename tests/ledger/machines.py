@@ -184,7 +184,7 @@ class LedgerEvictor(LedgerSessions):
             if self.speaking() and "p" in self.model.partitions:
                 chance.choice(acts)(chance)
                 if chance.random() < 0.3:
-                    self.no_put_waits_only_because_nobody_looked_again()
+                    self.nobody_waits_who_could_be_served()
 
     def pick(self, chance: Random) -> Client:
         return chance.choice([client for client in self.clients.values() if client.speaks])
@@ -392,7 +392,7 @@ class LedgerMover(LedgerEvictor):
             else:
                 chance.choice(acts)(chance)
             if chance.random() < 0.3:
-                self.no_put_waits_only_because_nobody_looked_again()
+                self.nobody_waits_who_could_be_served()
         for unit in sorted(self.model.draining):
             if self.speaking():
                 self.call(self.pick(chance), Drain(unit=unit, undo=True))

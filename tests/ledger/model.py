@@ -84,10 +84,12 @@ Settling = Ack | Nack | Extend
 class Model(ClaimModel):
     """All by the names of calls: `reserved` is the space that a put has left, `granted` where its values go, `pins`
     what may be read, `found` the cells that a drain found, `shown` those that an answer told of, by field and in its
-    order. `lease_s` is the longest lease of each claim, `sessions` are those that live."""
+    order. `lease_s` is the longest lease of each claim, `sessions` are those that live. Without `all_checksums` readers
+    may be told none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, all_checksums: bool = True) -> None:
         super().__init__()
+        self.all_checksums = all_checksums
         self.commands: dict[Name, Command] = {}
         self.reserved: dict[Name, list[tuple[int, int, int]]] = {}
         self.granted: dict[Name, Allocated] = {}
@@ -527,7 +529,8 @@ class Model(ClaimModel):
         for found in result.fields:
             cells = [sample.cells[found.name] for sample in samples]
             shown[found.name] = [*cells]
-            assert checksums_in(found) == [cell.checksum for cell in cells]
+            near = found.checksums is None and not self.all_checksums
+            assert near or checksums_in(found) == [cell.checksum for cell in cells]
             for i, cell in enumerate(cells):
                 assert int(found.lengths[i]) == cell.length
                 assert found.spec == cell.spec

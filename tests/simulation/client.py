@@ -19,7 +19,7 @@ from dataplane.ledger.commands import (
     Result,
     UnitInfo,
 )
-from tests.simulation.record import Name
+from tests.ledger.claim_model import Name
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -186,7 +186,6 @@ class Client:
             self.session_over()
             return
         assert opened.error is None, opened.error
-        self.world.record.counts["sessions found again"] += 1
         self.epoch = max(self.epoch, opened.epoch)
         for unit in opened.units:
             if unit.unit not in self.units or unit.epoch > self.units[unit.unit].epoch:
@@ -326,7 +325,7 @@ class Client:
         """Whatever else is open, claims answered before this call was made are final now."""
         final = self.confirms.pop(answer.call_id, [])
         for call_id in final:
-            self.world.record.claims.final((self.session, call_id))
+            self.world.record.final((self.session, call_id))
         self.claims = [call_id for call_id in self.claims if call_id not in final]
         if isinstance(answer.result, Claimed) and not self.call_ids.is_open(answer.call_id):
             self.claims.append(answer.call_id)

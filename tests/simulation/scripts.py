@@ -89,18 +89,17 @@ def rounds(count: int, body: Callable[[Client, Thread], Script]) -> Make:
             thread.shielded = False
             try:
                 yield from body(client, thread)
-            except Withdrawn:
-                client.world.record.counts["withdrawn"] += 1
             except StaleCallError:
                 raise
             except (
+                Withdrawn,
                 NotFoundError,
                 BadRequestError,
                 ServiceRestartedError,
                 StorageUnitError,
                 WaitTimeoutError,
-            ) as refused:
-                client.world.record.counts[type(refused).__name__] += 1
+            ):
+                pass
 
     return script
 
@@ -115,7 +114,7 @@ def put(
 ) -> Script:
     """Allocate, copy piece by piece, commit. Withdrawn: what is under way is stopped, then the space is given back."""
     record = client.world.record
-    plan = [planned(client, column, len(samples)) for column in columns]
+    plan = [planned(client, column) for column in columns]
     sizes = [[value.nbytes for value in column.values] for column in plan]
     reply = yield Ask(
         Allocate(
@@ -189,7 +188,7 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
     end = offset + space_bytes
     try:
         for samples, columns in puts:
-            plan = [planned(client, column, len(samples)) for column in columns]
+            plan = [planned(client, column) for column in columns]
             nbytes = sum(granules_up(sum(value.nbytes for value in column.values)) for column in plan)
             if offset + nbytes > end:
                 break
@@ -214,12 +213,12 @@ def fill(plan: Sequence[PlannedColumn], unit: int, offset: int, grant: tuple[int
                 yield Write(unit, start + at, data[at : at + PIECE], grant)
 
 
-def planned(client: Client, column: Column, count: int) -> PlannedColumn:
+def planned(client: Client, column: Column) -> PlannedColumn:
     values = [
         Value(owner, column.name, client.world.version(), length * column.spec.unit_bytes)
         for owner, length in zip(column.owners, column.lengths, strict=True)
     ]
-    return PlannedColumn(column.name, values, list(range(count) if column.index is None else column.index))
+    return PlannedColumn(column.name, values)
 
 
 def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str], partition: str = PARTITION) -> Script:
@@ -244,7 +243,6 @@ def read(client: Client, reply: Reply) -> Script:
                 client.world.record.check_read((client.session, reply.call_id), found.name, i, data)
                 if found.checksums is not None and found.checksums[i]:
                     assert checksum(data) == found.checksums[i], "a reader would discard a row that is whole"
-                    client.world.record.counts["rows compared"] += 1
 
 
 def saver(seed: int, count: int) -> Make:

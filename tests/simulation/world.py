@@ -33,7 +33,8 @@ from dataplane.ledger.commands import (
     UnitAdded,
     UnitLost,
 )
-from tests.simulation.record import Name, Recorder
+from tests.ledger.claim_model import Name
+from tests.simulation.record import Recorder
 
 if TYPE_CHECKING:
     from tests.simulation.client import Client
@@ -125,13 +126,10 @@ class Unit:
         """A frame of a remote put: "written", or refused because the session is "fenced", the put was "stopped", or the
         unit "restarted" since the client learned of it."""
         if epoch != self.epoch:
-            self.world.record.counts["frames of earlier runs"] += 1
             return "restarted"
         if grant[0] in self.fenced:
-            self.world.record.counts["frames of fenced sessions"] += 1
             return "fenced"
         if grant in self.stopped:
-            self.world.record.counts["frames of stopped puts"] += 1
             return "stopped"
         self.world.record.write(self.id, offset, data, grant)
         return "written"
@@ -192,7 +190,6 @@ class World:
 
     def restart(self) -> None:
         """Kill the controller and restart it from its journal. Units notice, and reconnect."""
-        self.record.counts["restarts"] += 1
         links = [("report", unit.id) for unit in self.units] + [("order", unit.id) for unit in self.units]
         self.messages = [message for message in self.messages if message.link not in links]
         self.record.ledger = Ledger.restored(self.record.ledger.image())
