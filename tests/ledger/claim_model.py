@@ -45,8 +45,8 @@ class Location:
 
 @dataclass
 class Held:
-    """A claimed sample. `claim` is the claim's id, 0 where no client knows it. `acked`: it is final. `hold`: it waits
-    for its rank, which is not to acknowledge it."""
+    """A claimed sample. `claim` is the claim's id, 0 where no client knows it. `acked`: it is final.
+    `hold`: it waits for its rank, which is not to acknowledge it."""
 
     name: Name
     until: float | None

@@ -76,8 +76,9 @@ class LedgerDriver(ReservationChecks):
         self.budgets.asked(item, self.in_flight())
         outputs = self.ledger.apply(item)
         for session in self.model.take_ended(self.ledger):
-            left = isinstance(item, Call) and item.session == session and isinstance(item.command, Bye)
-            assert self.clients[session].suspect or left, f"session {session} was given up without cause"
+            left = isinstance(item, Call) and isinstance(item.command, Bye)
+            cause = self.clients[session].suspect or (left and item.session == session)
+            assert cause, f"session {session} was given up without cause"
         self.outputs += outputs
         self.said += [canonical(output) for output in outputs]
         answers = [output for output in outputs if isinstance(output, Answer)]

@@ -82,10 +82,10 @@ Settling = Ack | Nack | Extend
 
 
 class Model(ClaimModel):
-    """All by the names of calls: `reserved` is the space that a put has left, `granted` where its values go, `pins`
-    what may be read, `found` the cells that a drain found, `shown` those that an answer told of, by field and in its
-    order. `lease_s` is the longest lease of each claim, `sessions` are those that live. Without `all_checksums` readers
-    may be told none."""
+    """All by the names of calls: `reserved` is the space that a put has left, `granted` where its
+    values go, `pins` what may be read, `found` the cells that a drain found, `shown` those that an
+    answer told of, by field and in its order. `lease_s` is the longest lease of each claim,
+    `sessions` are those that live. Without `all_checksums` readers may be told none."""
 
     def __init__(self, *, all_checksums: bool = True) -> None:
         super().__init__()
@@ -246,7 +246,8 @@ class Model(ClaimModel):
         if command.task not in partition.tasks:
             return Faults({"TaskNotFoundError"})
         settled = self.settled(partition, command)
-        fine = all(may_settle(sample.claims.get(command.task), command, claim) for _, sample, claim in settled)
+        held = [(sample.claims.get(command.task), claim) for _, sample, claim in settled]
+        fine = all(may_settle(each, command, claim) for each, claim in held)
         return Faults(set() if fine else {"StaleSampleError"})
 
     def settled(self, partition: Partition, command: Settling) -> list[tuple[int, Sample, int | None]]:
@@ -259,7 +260,7 @@ class Model(ClaimModel):
         named = enumerate(zip(found, claims, strict=True))
         return [(place, sample, claim) for place, (sample, claim) in named if sample is not None]
 
-    # --- what inputs change ----------------------------------------------------------------------------------
+    # --- what inputs change -------------------------------------------------------------------
 
     def asked(self, call: Call) -> None:
         """The command, and which answers its client has by now."""
@@ -291,13 +292,12 @@ class Model(ClaimModel):
             self.pins[name] = {place for place in self.pins[name] if place.unit != unit}
 
     def take_ended(self, ledger: Ledger) -> list[int]:
-        """Sessions that the ledger has ended since: their claims went back before anything else was done."""
+        """Sessions that the ledger has ended since: their claims went back first of all."""
         live = {session.number for session in ledger._state.sessions.values() if session.live}
         ended = sorted(self.sessions - live)
         for session in ended:
             self.sessions.discard(session)
-            lost = self.claims_of(session)
-            self.give_back(lambda held, lost=lost: any(held is one for one in lost))  # type: ignore[misc]
+            self.give_back(lambda held, mine=session: self.goes_with(mine, held))  # type: ignore[misc]
             self.saves.ended(session)
         return ended
 
@@ -305,7 +305,7 @@ class Model(ClaimModel):
 
     def answered(self, name: Name, command: Command, result: Any) -> None:
         """The answer is right; what it changes."""
-        assert name not in self.withdrawn or isinstance(result, Done), f"{name} was withdrawn, then served: {result}"
+        assert name not in self.withdrawn or isinstance(result, Done), f"{name} was withdrawn"
         match command:
             case Register():
                 self.register(command)
@@ -353,7 +353,8 @@ class Model(ClaimModel):
             case SetVersion():
                 self.partitions[command.partition].version = command.version
             case SetTags():
-                merge_tags(self.named(self.partitions[command.partition], command.samples), command.tags)
+                tagged = self.named(self.partitions[command.partition], command.samples)
+                merge_tags(tagged, command.tags)
             case Abort() | Release() | Unclaim() | Bye():
                 self.undone(name[0], command)
 
@@ -372,7 +373,8 @@ class Model(ClaimModel):
                     self.give_back(lambda held: held.name == (session, number) and not held.acked)
                 self.withdrawn.add((session, number))
             case Bye():
-                self.reserved = {name: held for name, held in self.reserved.items() if name[0] != session}
+                for name in [name for name in self.reserved if name[0] == session]:
+                    del self.reserved[name]
 
     def refused(self, name: Name, command: Command, error: DataPlaneError) -> None:
         if isinstance(command, Settling) and isinstance(error, StaleSampleError):
@@ -382,7 +384,7 @@ class Model(ClaimModel):
         if isinstance(command, Move):
             self.reserved.pop((name[0], command.reservation), None)
         if isinstance(command, ReadSaved) and (name[0], command.saved) in self.saves.taken:
-            assert isinstance(error, StaleCallError), f"{name} cannot read what call {command.saved} saved: {error}"
+            assert isinstance(error, StaleCallError), f"{name} cannot read what was saved: {error}"
 
     def register(self, command: Register) -> None:
         old = self.partitions.get(command.partition)
@@ -415,7 +417,7 @@ class Model(ClaimModel):
         """A call may write there from now on; nobody uses these bytes."""
         before = {unit: self.in_use(unit) for unit, _, _ in ranges}
         for unit, offset, nbytes in ranges:
-            assert unit not in self.draining or not nbytes, f"{name} was given space of a unit that is drained"
+            assert unit not in self.draining or not nbytes, f"{name} may write to a drained unit"
             assert not offset % GRANULE_BYTES
             for granule in granules(offset, nbytes):
                 assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
@@ -433,7 +435,8 @@ class Model(ClaimModel):
 
     def in_use(self, unit: int) -> dict[int, Any]:
         """Granules in use, and by whom; no two values share bytes, no two extents a granule."""
-        spans = sorted((p.offset, p.offset + p.nbytes, p.value) for p in self.cells() if p.unit == unit and p.nbytes)
+        cells = [cell for cell in self.cells() if cell.unit == unit and cell.nbytes]
+        spans = sorted((cell.offset, cell.offset + cell.nbytes, cell.value) for cell in cells)
         used: dict[int, Any] = {}
         end = 0
         for start, stop, value in spans:
@@ -595,7 +598,7 @@ class Model(ClaimModel):
             assert matches(sample, self.conditions(command))
             samples.append(sample)
         assert len({s.id for s in samples}) == len(samples) <= command.batch_size
-        assert not result.claim or result.claim not in self.lease_s, f"claim {result.claim} was made twice"
+        assert not result.claim or result.claim not in self.lease_s, "a claim was made twice"
         self.lease_s[result.claim] = command.lease_s or 0.0
         for sample in samples:
             until = None if command.lease_s is None else self.now + command.lease_s
@@ -647,13 +650,13 @@ class Model(ClaimModel):
     # --- what follows claims
 
     def conclude(self, command: Settling, refused: Sequence[int]) -> set[int]:
-        """Done to all samples of the command that live, but to those at the places that were refused: those that their
-        claim does not hold. The places of all that live."""
+        """Done to all samples of the command that live, but to those at the places that were
+        refused: those that their claim does not hold. The places of all that live."""
         settled = self.settled(self.partitions[command.partition], command)
         for place, sample, claim in settled:
             held = sample.claims.get(command.task)
             allowed = may_settle(held, command, claim)
-            assert allowed != (place in refused), f"{sample.id}, held by {held}: {command}, {refused}"
+            assert allowed != (place in refused), f"{sample}: {command}, refused: {refused}"
             if not allowed:
                 continue
             if isinstance(command, Nack):
@@ -667,7 +670,7 @@ class Model(ClaimModel):
                 held.until = self.now + command.lease_s
                 self.lease_s[held.claim] = max(self.lease_s[held.claim], command.lease_s)
         living = {place for place, _, _ in settled}
-        assert living.issuperset(refused), f"samples that were cleared hold up the rest: {command}, {refused}"
+        assert living.issuperset(refused), f"cleared samples hold up the rest: {command}, {refused}"
         return living
 
     def check_consumption(self, command: CheckConsumption, result: Consumption) -> None:
@@ -677,18 +680,19 @@ class Model(ClaimModel):
         assert result.consumed == (partition.complete and settled)
 
     def check_claims(self, ledger: Ledger) -> None:
-        """To each task each sample is available, held for a rank, on lease or consumed, as the ledger has it."""
+        """To each task each sample is available, held for a rank, on lease or consumed."""
         for name, partition in self.partitions.items():
             samples = partition.in_order()
             rows = np.array([sample.row for sample in samples], np.int64)
             for task in partition.tasks:
                 kept = ledger._state.partitions[name].tasks[task]
-                claims = zip(kept.claim_ids[rows].tolist(), kept.owners_of(rows).tolist(), strict=True)
-                states = [state_of(claim, owner) for claim, owner in claims]
+                owners = kept.owners_of(rows).tolist()
+                states = list(map(state_of, kept.claim_ids[rows].tolist(), owners))
                 expected = [expected_state(sample.claims.get(task)) for sample in samples]
                 assert states == expected, (name, task, samples)
-                counts = (len(states) - states.count("available"), states.count("leased"), states.count("held"))
-                assert counts == (kept.claimed, kept.leased, kept.held), (name, task)
+                assert kept.claimed == len(states) - states.count("available"), (name, task)
+                assert kept.leased == states.count("leased"), (name, task)
+                assert kept.held == states.count("held"), (name, task)
 
     def give_back(self, wanted: Callable[[Held], bool]) -> None:
         """The claims that `wanted` picks are over."""
@@ -698,9 +702,13 @@ class Model(ClaimModel):
 
     def claims_of(self, session: int) -> list[Held]:
         """Claims of a session that go back if it dies."""
-        samples = [sample for partition in self.partitions.values() for sample in partition.samples.values()]
-        claims = [held for sample in samples for held in sample.claims.values() if held.name[0] == session]
-        return [held for held in claims if self.returnable(held)]
+        samples = [s for partition in self.partitions.values() for s in partition.samples.values()]
+        claims = [held for sample in samples for held in sample.claims.values()]
+        return [held for held in claims if self.goes_with(session, held)]
+
+    def goes_with(self, session: int, held: Held) -> bool:
+        """Whether the claim goes back if the session ends."""
+        return held.name[0] == session and self.returnable(held)
 
     def returnable(self, held: Held) -> bool:
         """Leased, or not yet confirmed."""

@@ -1,6 +1,7 @@
-"""What must hold of a simulation, worked out from the ledger's inputs and outputs alone, and checked after every one of
-them. What the ledger must answer, and what each answer changes, the ledger's model knows (`tests/ledger/model.py`);
-here are the bytes of the units, and the causes for which the ledger may give up a session.
+"""What must hold of a simulation, worked out from the ledger's inputs and outputs, and checked after
+every one of them. What each answer must say, and what it changes, the ledger's model knows
+(`tests/ledger/model.py`); here are the bytes of the units, and the causes for which the ledger may
+give up a session.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def part_places(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[
     return places
 
 
-# --- The recorder stands between the simulated world and the real ledger. It owns the units' memory and
-# poisons what the ledger frees.
+# --- The recorder stands between the simulated world and the real ledger. It owns the units' memory
+# and poisons what the ledger frees.
 
 
 TIMEOUT_S = 20.0
@@ -117,9 +118,9 @@ class Memory:
 
 
 class Recorder:
-    """The real ledger, watched. `plans` says what each reservation will hold, `parts` what lies from each offset of
-    preallocated space; clients fill them in before they commit. `values` are those of the model's cells, `over` the
-    sessions that the ledger may have ended."""
+    """The real ledger, watched. `plans` says what each reservation will hold, `parts` what lies from
+    each offset of preallocated space; clients fill them in before they commit. `values` are those of
+    the model's cells, `over` the sessions that the ledger may have ended."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -216,7 +217,8 @@ class Recorder:
         self.model.answered(name, command, answer.result)
         if isinstance(answer.result, Allocated | Preallocated):
             for unit, offset, nbytes in self.model.reserved[name]:
-                assert 0 <= offset <= offset + nbytes <= len(self.memory[unit].data), (unit, offset, nbytes)
+                capacity = len(self.memory[unit].data)
+                assert 0 <= offset <= offset + nbytes <= capacity, (unit, offset, nbytes)
                 for granule in granules(offset, nbytes):
                     self.memory[unit].granted[granule] = name
 
