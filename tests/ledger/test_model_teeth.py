@@ -1,4 +1,4 @@
-"""The ledger's model finds what it is there to find: with a defect planted in evictions, it fails."""
+"""The ledger's model finds what it is there to find: with a defect planted, it fails."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from dataplane.ledger.commands import WhenFull
+from dataplane.ledger.commands import Clear, Commit, List, Mode, TagColumn, WhenFull
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.state import State
+from dataplane.ledger.state.tags import Tags
 from tests.ledger.machine import HOSTS
-from tests.ledger.machines import LedgerEvictor
+from tests.ledger.machines import OPEN, LedgerEvictor
+from tests.ledger.values import by_ids
 
 
 def nothing_is_kept_for_puts(patch: pytest.MonkeyPatch) -> None:
@@ -67,3 +69,17 @@ def press_all() -> None:
             machine.check_all()
             machine.pass_time(chance.choice([0.3, 2.7, 7.3]))
         machine.teardown()
+
+
+def test_a_tag_that_outlives_its_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tags, "drop", lambda self, rows: None)
+    machine = LedgerEvictor()
+    machine.start([64], 64)
+    client = machine.open_session(HOSTS[0])
+    tags = (TagColumn(name="score", values=(1,)),)
+    put = Commit(partition="p", samples=by_ids(["a"]), mode=Mode.CREATE, tags=tags)
+    again = Commit(partition="p", samples=by_ids(["b"]), mode=Mode.CREATE)
+    for command in (OPEN, put, Clear(partition="p", samples=by_ids(["a"])), again):
+        machine.call(client, command)
+    with pytest.raises(AssertionError):
+        machine.call(client, List(partition="p"))
