@@ -15,7 +15,7 @@ from dataplane.ledger import Limits
 from dataplane.ledger.claims import samplers
 from dataplane.ledger.commands import Claim, Command, Order, Predicate, WhenFull
 
-LIMITS = Limits(preallocated_part=4, steps=3)
+LIMITS = Limits(preallocated_divisor=4, steps=3)
 """Of the ledger that the model test drives."""
 Name = tuple[int, int]
 """(session, number) of a call."""

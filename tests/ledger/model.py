@@ -101,7 +101,7 @@ class Model(ClaimModel):
         self.below: dict[int, int] = {}
         self.told: set[Name] = set()
         self.found: dict[Name, list[Location]] = {}
-        self.shown: dict[Name, dict[str, list[Place | None]]] = {}
+        self.shown: dict[Name, dict[str, list[Location | None]]] = {}
         self.withdrawn: set[Name] = set()
         self.lease_s: dict[int, float] = {}
         self.sessions: set[int] = set()
@@ -264,7 +264,7 @@ class Model(ClaimModel):
 
     def asked(self, call: Call) -> None:
         """The command, and which answers its client has by now."""
-        session, number = call.session, call.number
+        session, number = call.session, call.call_id
         self.commands.setdefault((session, number), call.command)
         if call.watermark <= number:
             self.below[session] = max(self.below.get(session, 1), call.watermark)
@@ -293,7 +293,7 @@ class Model(ClaimModel):
 
     def take_ended(self, ledger: Ledger) -> list[int]:
         """Sessions that the ledger has ended since: their claims went back first of all."""
-        live = {session.number for session in ledger._state.sessions.values() if session.live}
+        live = {session.session_id for session in ledger._state.sessions.values() if session.live}
         ended = sorted(self.sessions - live)
         for session in ended:
             self.sessions.discard(session)
@@ -423,7 +423,7 @@ class Model(ClaimModel):
                 assert granule not in before[unit], f"{name} was given bytes of {before[unit][granule]}"
         self.reserved[name] = ranges
 
-    def cells(self) -> set[Place]:
+    def cells(self) -> set[Location]:
         """All that may be read: what lives, and what is pinned."""
         live = {
             place

@@ -84,7 +84,7 @@ class PlannedColumn:
     values: list[Value]
 
 
-def part_places(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[tuple[int, int]]]:
+def portion_locations(plan: list[PlannedColumn], unit: int, offset: int) -> list[list[tuple[int, int]]]:
     """(unit, offset) of every value of columns that lie one after another, each from a granule of its own."""
     places: list[list[tuple[int, int]]] = []
     for column in plan:
@@ -118,7 +118,7 @@ class Memory:
 
 
 class Recorder:
-    """The real ledger, watched. `plans` says what each reservation will hold, `parts` what lies from
+    """The real ledger, watched. `plans` says what each reservation will hold, `portions` what lies from
     each offset of preallocated space; clients fill them in before they commit. `values` are those of
     the model's cells, `over` the sessions that the ledger may have ended."""
 
@@ -131,7 +131,7 @@ class Recorder:
         self.free: dict[int, np.ndarray[Any, np.dtype[np.bool_]]] = {}
         self.backed: dict[int, int] = {}
         self.plans: dict[Name, list[PlannedColumn]] = {}
-        self.parts: dict[tuple[int, int, int], list[PlannedColumn]] = {}
+        self.portions: dict[tuple[int, int, int], list[PlannedColumn]] = {}
         self.values: dict[tuple[Name, str, int], Value] = {}
         self.answers: dict[Name, Any] = {}
         self.over: set[int] = set()
@@ -197,7 +197,7 @@ class Recorder:
     # --- answers ---------------------------------------------------------------------------------------------
 
     def answered(self, answer: Answer) -> None:
-        name = (answer.session, answer.number)
+        name = (answer.session, answer.call_id)
         assert not isinstance(answer.result, InternalError), answer.result
         said = canonical(answer.result)
         if name in self.answers:
@@ -229,7 +229,7 @@ class Recorder:
                 reservation = (name[0], number)
                 plan = self.plans.get(reservation)
                 if command.offset is not None:
-                    plan = self.parts[*reservation, command.offset]
+                    plan = self.portions[*reservation, command.offset]
                     reservation = name
                 assert plan is not None
                 for column in plan:

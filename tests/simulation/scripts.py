@@ -192,7 +192,7 @@ def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[
             nbytes = sum(granules_up(sum(value.nbytes for value in column.values)) for column in plan)
             if offset + nbytes > end:
                 break
-            client.world.record.parts[*space, offset] = plan
+            client.world.record.portions[*space, offset] = plan
             yield from fill(plan, unit, offset, space)
             sums = checksums_of(plan) if reply.result.checksums else None
             yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.call_id, offset, sums))

@@ -20,7 +20,6 @@ from dataplane.ledger.commands.values import (
     CommitColumn,
     Int64,
     Mode,
-    Natural,
     Samples,
     TagColumn,
 )
@@ -37,14 +36,14 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
 
     partition: str
     mode: Mode
-    reservation: Natural
-    offset: Natural
+    reservation: Int64
+    offset: Int64
     plan: bytes
     lengths: tuple[Int64, ...]
     ids: tuple[str, ...] = ()
     rows: tuple[Int64, ...] = ()
     generations: tuple[Int64, ...] = ()
-    checksums: tuple[Natural, ...] = ()
+    checksums: tuple[Int64, ...] = ()
     tags: dict[str, tuple[str | bool | Int64 | float | None, ...]] = msgspec.field(default_factory=dict)
     listed: bool = False
 
@@ -58,8 +57,9 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
                 raise InvalidRequestError(
                     f"PutRows: {len(given)} {what} for {count} samples and {len(columns)} columns"
                 )
-        if max(self.checksums, default=0) >= 1 << 32:
-            raise InvalidRequestError(f"PutRows: checksum {max(self.checksums)}: a checksum has 32 bits")
+        for checksum in self.checksums:
+            if not 0 <= checksum < 1 << 32:
+                raise InvalidRequestError(f"PutRows: checksum {checksum}: a checksum has 32 bits")
         lengths = np.array(self.lengths, np.int64).reshape(len(columns), count)
         checksums = np.array(self.checksums, np.uint32).reshape(-1, count) if self.checksums else None
         return Commit(

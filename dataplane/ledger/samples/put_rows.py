@@ -124,7 +124,11 @@ def _sizes(state: State, partition: Partition, plan: Plan, command: PutRows, cou
         return None
     if len(lengths) != count * len(columns) or len(checksums) not in (0, len(lengths)) or not lengths:
         return None
-    if min(lengths) < 0 or max(lengths) > INT32_MAX or (checksums and max(checksums) > 0xFFFFFFFF):
+    if (
+        min(lengths) < 0
+        or max(lengths) > INT32_MAX
+        or (checksums and not 0 <= min(checksums) <= max(checksums) < 1 << 32)
+    ):
         return None
     fields = partition.fields
     sizes = []
