@@ -1,8 +1,8 @@
 """The worker side of the data plane: policy workers on torch.distributed, worker groups and the service on Ray.
 
-The import registers addresses "actor:NAME[@NAMESPACE]" with `dataplane`, the rendezvous of a Ray job with
-`dataplane.compat`, and the Ray job with channels. It has no other effects. Names are imported on first use, so that the
-controller's actor never imports torch.
+The import registers addresses "actor:NAME[@NAMESPACE]" with `dataplane`, and the Ray job with channels. It has no other
+effects. Names are imported on first use, so that the controller's actor never imports torch, and only what starts
+actors needs Ray: groups, and the service on Ray.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dataplane.compat.discovery import register_rendezvous
 from dataplane.core.addresses import register_resolver
 from workers.channels.discovery import register_job
-from workers.service.service import SCHEME, resolve_actor
 
 if TYPE_CHECKING:
     from workers.channels import Channel as Channel
@@ -82,9 +80,8 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-register_resolver(SCHEME, resolve_actor)
+register_resolver("actor", lambda name: str(importlib.import_module("workers.service.service").resolve_actor(name)))
 register_job(lambda: str(importlib.import_module("workers.groups.cluster").job_directory()))
-register_rendezvous("ray", lambda: importlib.import_module("workers.service.discovery").RayRendezvous())
 
 
 def __getattr__(name: str) -> Any:

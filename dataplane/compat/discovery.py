@@ -1,7 +1,7 @@
 """Find the service that another process started, without a configured address.
 
-A rendezvous is a place that several processes share, such as a Ray job. Importing `workers` registers the rendezvous
-for Ray. A process that imports only ray gets it from the table of this module.
+A rendezvous is a place that several processes share, such as a Ray job. Processes that have imported ray have the one
+for Ray, which `workers` implements.
 """
 
 from __future__ import annotations
@@ -56,19 +56,14 @@ class Rendezvous(Protocol):
 _constructors: dict[str, Callable[[], Rendezvous]] = {}
 
 
-def register_rendezvous(name: str, make: Callable[[], Rendezvous]) -> None:
-    """Register a rendezvous: `known` returns the result of `make()`. A later call for the same name replaces it."""
-    _constructors[name] = make
-
-
 def known() -> list[Rendezvous]:
-    """Return every registered rendezvous. The one for Ray is registered here if this process has imported ray and the
-    package `workers` is on its path."""
+    """Return every rendezvous of this process: the one for Ray if it has imported ray and the package `workers` is on
+    its path."""
     for package, plug_in in _PLUG_INS.items():
         if package in sys.modules and package not in _constructors:
             make = _load(plug_in)
             if make is not None:
-                register_rendezvous(package, make)
+                _constructors[package] = make
     return [construct() for construct in _constructors.values()]
 
 

@@ -326,7 +326,7 @@ def known_in_process(*imports: str) -> list[Any]:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("imports", [["ray"], ["ray", "workers"], ["workers"]])
+@pytest.mark.parametrize("imports", [["ray"], ["ray", "workers"]])
 def test_rays_is_found_without_metadata(imports: list[str]) -> None:
     assert known_in_process(*imports) == [["RayRendezvous"], True, False]
 
@@ -334,6 +334,7 @@ def test_rays_is_found_without_metadata(imports: list[str]) -> None:
 @pytest.mark.integration
 def test_there_is_none_without_ray() -> None:
     assert known_in_process() == [[], False, False]
+    assert known_in_process("workers") == [[], True, False]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.workers.messages.messengers import until_it_fails
 from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
 from workers.directory import DIRECTORY_VARIABLE
 from workers.errors import GroupEndedError, GroupOptionsError, MessageMismatchError, WorkerLostError
-from workers.groups.worker import COLLECTIVES_VARIABLE
+from workers.messages.collectives import COLLECTIVES_VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 

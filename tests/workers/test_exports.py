@@ -70,6 +70,25 @@ print(before == after, ray.is_initialized(), list(_resolvers), "torch" in sys.mo
     assert run(code) == "True False ['actor'] False"
 
 
+def test_a_process_without_ray_has_channels_messages_and_replica_groups() -> None:
+    code = """
+import sys
+sys.modules["ray"] = None  # every import of Ray fails
+import workers
+import workers.messages, workers.training.replica_group
+from workers.channels import ChannelBroker
+from workers.transport import pickling
+names = ("AsyncWork", "Channel", "CollectiveGroupOptions", "FetchPolicy", "NamedSharding", "TQWorkerMixin")
+print(all(getattr(workers, name) is not None for name in names))
+print(pickling.pack({"value": lambda: 3}).layout.nbytes > 0)
+try:
+    workers.Cluster
+except ImportError as error:
+    print(error)
+"""
+    assert run(code).splitlines() == ["True", "True", "import of ray halted; None in sys.modules"]
+
+
 def test_an_actor_address_without_ray_is_a_named_error() -> None:
     code = """
 import dataplane, workers

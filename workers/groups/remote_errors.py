@@ -9,9 +9,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from ray import cloudpickle
-
 from workers.errors import WorkerCallError, WorkerExitError
+from workers.transport.by_value import cloudpickle
 
 METHODS = (staticmethod, classmethod, FunctionType)
 
@@ -46,7 +45,7 @@ def _survives_pickle(error: Exception, text: str | None = None) -> bool:
     """Return whether `error` can be pickled and loaded, and keeps its type's name and, unless None, its `text`. False
     also if `str` of the loaded error fails."""
     try:
-        copy = pickle.loads(cloudpickle.dumps(error))  # noqa: S301 (the bytes are created on this line)
+        copy = pickle.loads(cloudpickle().dumps(error))  # noqa: S301 (the bytes are created on this line)
         copied_text = str(copy)
         return type(copy).__name__ == type(error).__name__ and text in (None, copied_text)
     except Exception:
@@ -71,7 +70,7 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 def _value_or_repr(value: Any) -> Any:
     """Return `value` if it can be pickled and loaded, otherwise its `repr`."""
     try:
-        pickle.loads(cloudpickle.dumps(value))  # noqa: S301 (the bytes are created on this line)
+        pickle.loads(cloudpickle().dumps(value))  # noqa: S301 (the bytes are created on this line)
         return value
     except Exception:
         return repr(value)

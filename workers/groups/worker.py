@@ -25,14 +25,13 @@ from workers.groups.actor_class import SERVING_FILE, add_duration
 from workers.groups.device_lock import DeviceLock
 from workers.groups.worker_group import WorkerGroup
 from workers.messages import AsyncWork, CollectiveGroupOptions, Messenger, participants
+from workers.messages.collectives import COLLECTIVES_VARIABLE
 from workers.messages.messenger import Ranks
 from workers.placement.ports import HIGHEST, PortKeeper
 from workers.transport.waiting import DEFAULT_TIMEOUT, Timeout
 
 LOG_LEVEL_VARIABLE = "RLINF_LOG_LEVEL"
 _HOST_VARIABLE = "TQ_HOST"
-COLLECTIVES_VARIABLE = "TQ_COLLECTIVES"
-"""Which tensors of messages travel by the collectives of their device: "auto" (the default), "always" or "never"."""
 _WRAPPERS = (SERVING_FILE, f"{Path(ray.__file__).parent}{os.sep}")
 """Beginnings of the names of source files whose functions call the methods of a worker, but are not the user's code."""
 _LOG_FORMAT = "[%(levelname)s %(asctime)s {name}] %(message)s"

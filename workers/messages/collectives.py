@@ -32,6 +32,8 @@ from workers.messages.wire import CollectiveGroupOptions, DeviceId
 from workers.transport.pickling import Packed
 
 AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
+COLLECTIVES_VARIABLE = "TQ_COLLECTIVES"
+"""Which tensors of messages travel by the collectives of their device: one of `MODES`, by default "auto"."""
 CONNECT_S = 60.0
 """How long the members of a new process group wait for each other, if the timeout of transfers is not shorter."""
 JOIN_S = 2.0

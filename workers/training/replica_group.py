@@ -33,7 +33,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from ray import cloudpickle
 from torch import Tensor
 
 from dataplane.core import devices
@@ -44,6 +43,7 @@ from dataplane.data.jagged import is_jagged, jagged_from_values, offsets_of, row
 from dataplane.errors import CallTimeoutError
 from workers.groups.remote_errors import portable
 from workers.transport import pickling
+from workers.transport.by_value import cloudpickle
 
 T = TypeVar("T")
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
@@ -228,7 +228,7 @@ class ReplicaGroup:
         the error of the first of them is raised on every rank."""
         message = None
         if error is not None:
-            message = self._buffer(cloudpickle.dumps(portable(error)))
+            message = self._buffer(cloudpickle().dumps(portable(error)))
             record = replace(record, failed=True, message_bytes=message.numel())
         own = self._buffer(record.encode())
         gathered = [torch.empty_like(own) for _ in range(self.size)]

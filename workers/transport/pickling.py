@@ -8,6 +8,7 @@ workers of one job and trust each other.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Sequence
@@ -18,13 +19,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from ray import cloudpickle
 from torch import Tensor
 
 from dataplane.core import devices
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
 from dataplane.data.tensor_memory import flat_bytes, tensor_from_numpy
 from workers.errors import NotSerializableError
+from workers.transport.by_value import cloudpickle
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -146,7 +147,7 @@ def pack(value: Any, what: str | None = None) -> Packed:
         buffers.append(raw)
         return False
 
-    pickler = _Pickler(file, protocol=5, buffer_callback=keep_in_line)
+    pickler = _pickler(cloudpickle().Pickler)(file, protocol=5, buffer_callback=keep_in_line)
     try:
         pickler.dump(value)
     except Exception as error:
@@ -329,8 +330,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return data
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Replaces each plain tensor by its index in `tensors`. Other kinds of tensors reduce to plain ones."""
+class _TensorsApart:
+    """Lets a pickler replace each plain tensor by its index in `tensors`. Other tensors reduce to plain ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -348,8 +349,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return index
 
 
+@functools.cache
+def _pickler(base: type) -> Any:
+    """Return the class of picklers that keep tensors apart, on top of `base`."""
+    return type("_Pickler", (_TensorsApart, base), {})
+
+
 class _Unpickler(pickle.Unpickler):
-    """The counterpart of `_Pickler`. tensors: by the indices in the pickle; the caller sets them before `load`."""
+    """The counterpart of `_pickler`. tensors: by the indices in the pickle; the caller sets them before `load`."""
 
     tensors: list[Tensor]
 

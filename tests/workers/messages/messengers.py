@@ -16,9 +16,8 @@ from tests.children import START_S
 from tests.restarts import wait_until
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.directory.address import WorkerAddress
-from workers.groups.worker import COLLECTIVES_VARIABLE
 from workers.messages import AsyncWork, Messenger
-from workers.messages.collectives import Road
+from workers.messages.collectives import COLLECTIVES_VARIABLE, Road
 from workers.messages.transfers import Collectives
 from workers.messages.wire import WantMessage
 

@@ -26,9 +26,8 @@ from workers.errors import (
     MessageTimeoutError,
     WorkerLostError,
 )
-from workers.groups.worker import COLLECTIVES_VARIABLE
 from workers.messages import CollectiveGroupOptions, Messenger, collectives
-from workers.messages.collectives import CollectiveGroup, Road
+from workers.messages.collectives import COLLECTIVES_VARIABLE, CollectiveGroup, Road
 from workers.messages.wire import DeviceId
 
 pytestmark = pytest.mark.integration

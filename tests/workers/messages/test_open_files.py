@@ -15,7 +15,7 @@ import torch
 from tests.alone import alone
 from tests.workers.messages.messengers import Here, address, elsewhere, reported_to_sender
 from workers.errors import DeviceTransferError
-from workers.groups.worker import COLLECTIVES_VARIABLE
+from workers.messages.collectives import COLLECTIVES_VARIABLE
 
 pytestmark = pytest.mark.integration
 
