@@ -85,9 +85,11 @@ has this kind, unless a `FieldSpec` overrides it."""
 
 # A field is stored in a column of its name, and if needed in hidden columns with these suffixes. Each row of the field
 # is in one of these columns.
-VARIANTS = "\x1fvariants"
+HIDDEN = "\x1f"
+"""The character that begins these suffixes."""
+VARIANTS = f"{HIDDEN}variants"
 """Suffix of the column of rows that do not fit the field's spec. They are stored as objects."""
-EARLIER: tuple[str, ...] = tuple(f"\x1f{kind}" for kind in (FieldKind.JAGGED, FieldKind.DENSE, FieldKind.OBJECT))
+EARLIER: tuple[str, ...] = tuple(f"{HIDDEN}{kind}" for kind in (FieldKind.JAGGED, FieldKind.DENSE, FieldKind.OBJECT))
 """Suffixes of the columns of rows that were put before the field's kind widened, by that kind, the widest first."""
 
 
@@ -110,7 +112,7 @@ def columns_of(field: str) -> tuple[str, ...]:
 
 def field_of(column: str) -> str:
     """Return the field to which a column belongs, whether the column is hidden or not."""
-    name, mark, suffix = column.rpartition("\x1f")
+    name, mark, suffix = column.rpartition(HIDDEN)
     return name if mark and mark + suffix in (VARIANTS, *EARLIER) else column
 
 

@@ -89,7 +89,7 @@ class Field:
         """Remove the cells of `rows`. Return (extents, bytes) of the removed cells, aligned with `rows`; extent 0 means
         that the row had no cell."""
         old = self.extents[rows]
-        old_bytes = self.bytes_of(rows)
+        old_bytes = self.lengths[rows].astype(np.int64) * self.unit_bytes
         self.live -= int(np.count_nonzero(old))
         self.extents[rows] = 0
         self.lengths[rows] = 0

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataplane.core.schema import columns_of, earlier_columns, field_of
+from dataplane.core.schema import HIDDEN, columns_of, earlier_columns, field_of
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
 from dataplane.ledger.commands import FieldNames, Int32s, Int64s, Register, Samples, WhenFull
-from dataplane.ledger.state.arrays import Bools, first_true, some
+from dataplane.ledger.state.arrays import Bools, every, first_true, some
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.fields import Field
 from dataplane.ledger.state.rows import Rows
@@ -186,9 +186,14 @@ class Partition:
     # put before its kind widened. A sample has a cell in at most one column of a field. While a field has live rows of
     # an earlier kind, the column of its name has live rows, too.
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no hidden columns, as usual."""
+        return HIDDEN not in "".join(self.fields)
+
     def names(self) -> list[str]:
         """Return the names of the fields, without hidden columns."""
-        return list(dict.fromkeys(map(field_of, self.fields)))
+        return list(self.fields) if self.is_plain else list(dict.fromkeys(map(field_of, self.fields)))
 
     def columns_of(self, name: str) -> list[Field]:
         """Return the columns of the field that have live cells."""
@@ -197,6 +202,9 @@ class Partition:
 
     def has(self, name: str, rows: Int64s) -> Bools:
         """Return which of the rows have the field, in any of its columns."""
+        own = self.fields.get(name)
+        if own is not None and self.is_plain:
+            return own.extents[rows] > 0
         has_field = np.zeros(len(rows), np.bool_)
         for field in self.columns_of(name):
             has_field |= field.extents[rows] > 0
@@ -352,8 +360,9 @@ class Partition:
         self.tags.drop(rows)
         self.notify_watches(rows)
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
-        for name in self.names():
-            self._restore_kind(name)
+        if not self.is_plain:
+            for name in self.names():
+                self._restore_kind(name)
         # A field that the schema does not have ends with its last cell.
         self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
         self.rows.remove(rows)
@@ -443,7 +452,9 @@ class Partition:
         """Return the fields that are produced for all of the rows; empty without rows."""
         if not len(rows):
             return ()
-        return tuple(name for name in self.names() if self.has(name, rows).all())
+        if self.is_plain:
+            return tuple([name for name, field in self.fields.items() if every(field.extents[rows])])
+        return tuple([name for name in self.names() if self.has(name, rows).all()])
 
     def put_fields(self, rows: Int64s, put_sizes: tuple[int, ...]) -> tuple[FieldNames, ...]:
         """Return the `common_fields` of each put. put_sizes: the numbers of rows of consecutive puts."""
@@ -453,7 +464,7 @@ class Partition:
 
 def _earlier_column(name: str, field: Field) -> str:
     """Return the name of the column for the field's present rows after its kind has widened."""
-    return f"{name}\x1f{field.spec.kind}"
+    return f"{name}{HIDDEN}{field.spec.kind}"
 
 
 def unrepeated(rows: Int64s) -> Int64s:
