@@ -395,7 +395,8 @@ def _read(
         try:
             stored = _stored(located.result.fields, len(select_fields))
             _log_widened(session_state, partition, located.result.widened)
-            remember(session_state, partition, select_fields, located.result)
+            if unpadded and parts is None:
+                remember(session_state, partition, select_fields, located.result)
             units = _refuse_failed(units_of(stored.columns), failed)
             yield from ensure_known(session_state, units)
             brief = partial(_copies_little, session_state, stored.columns, units) if unpadded else never

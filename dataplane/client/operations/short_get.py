@@ -18,6 +18,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from dataplane.client.operations.sample_names import Names
+from dataplane.client.operations.short_put import UNCERTAIN_ERRORS
 from dataplane.client.operations.steps import Operation, Post, Send, Work, always, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
@@ -53,7 +54,8 @@ class _Column(NamedTuple):
 class ReadPlan:
     """What reads of some fields of a partition have in common, as long as the fields have these specs."""
 
-    def __init__(self, located: Sequence[c.FieldLocations]) -> None:
+    def __init__(self, partition: str, located: Sequence[c.FieldLocations]) -> None:
+        self.key = (partition, *[each.name for each in located])
         self.columns = [
             _Column(
                 each.name,
@@ -68,17 +70,21 @@ class ReadPlan:
 
 
 def remember(session_state: SessionState, partition: str, select_fields: Sequence[str], located: c.Located) -> None:
-    """Remember the plan of a read, if further ones like it are possible the short way."""
-    if len(located.fields) != len(select_fields) or located.widened or len(select_fields) > MAX_COLUMNS:
+    """Remember the plan of a read, if further ones like it are possible the short way: of any fields but ragged ones,
+    whose rows are in one mapped arena."""
+    key = (partition, *select_fields)
+    fields = located.fields
+    if key in session_state.read_plans or len(fields) != len(select_fields) or located.widened:
         return
-    if len(located.rows) > MAX_ROWS or len(set(select_fields)) < len(select_fields):
+    if not 0 < len(located.rows) <= MAX_ROWS or not 0 < len(fields) <= MAX_COLUMNS:
         return
-    if any(each.spec.kind is FieldKind.RAGGED for each in located.fields):
+    if len(set(select_fields)) < len(fields) or any(each.spec.kind is FieldKind.RAGGED for each in fields):
         return
-    plans = session_state.read_plans
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[partition, *select_fields] = ReadPlan(located.fields)
+    if session_state.connections.readable_memory(int(fields[0].units[0])) is None:
+        return
+    if len(session_state.read_plans) >= MAX_PLANS:
+        session_state.read_plans.clear()
+    session_state.read_plans[key] = ReadPlan(partition, fields)
 
 
 def prepare(session_state: SessionState, names: Any, partition: str, select_fields: Any) -> ReadPlan | None:
@@ -123,7 +129,10 @@ def get_short(
     data = None
     try:
         sent = yield Send(command)
+    except UNCERTAIN_ERRORS:
+        raise
     except DataPlaneError:  # the general way says why, or tries again
+        session_state.read_plans.pop(plan.key, None)
         return (yield from general())
     try:
         located: c.RowsLocated = sent.result
@@ -137,7 +146,10 @@ def get_short(
     finally:
         failpoint("get.before_release")
         yield Post(c.Release(located=sent.call_id))
-    return (yield from general()) if data is None else data
+    if data is None:
+        session_state.read_plans.pop(plan.key, None)
+        return (yield from general())
+    return data
 
 
 def _copy(plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, pickles: bool) -> TensorDict | None:

@@ -98,6 +98,8 @@ def remember(
     session_state: SessionState, partition: str, fields: Mapping[str, Any], encoded: Sequence[EncodedColumn]
 ) -> None:
     """Remember the plan of a put that was stored, if further ones like it are possible the short way."""
+    if session_state.connections.local_unit() is None:
+        return
     if len(fields) != len(encoded) or len(encoded) > MAX_COLUMNS or len(encoded[0].lengths) > MAX_ROWS:
         return
     is_list = []
