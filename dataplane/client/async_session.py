@@ -1,25 +1,17 @@
-"""One session of an async client: executes the steps of operations by awaiting them.
-
-`PutJoiner` joins the small puts that the coroutines of an event loop offer at the same moment.
-"""
+"""One session of an async client: executes the steps of operations by awaiting them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
-from dataplane.client.operations.joined_puts import SmallPut, joined_positions
-from dataplane.client.operations.put import store_joined
-from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Wait, Work
+from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.rpc.async_channel import AsyncChannel, complete, in_thread, until_done
 from dataplane.client.session import (
     Phase,
@@ -32,8 +24,7 @@ from dataplane.client.session import (
 from dataplane.client.session_state import check_pickles
 from dataplane.config import DataPlaneConfig
 from dataplane.core.in_flight import InFlight
-from dataplane.errors import DataPlaneError, SessionInterruptedError, from_wire, to_wire
-from dataplane.ledger import commands as c
+from dataplane.errors import DataPlaneError, SessionInterruptedError
 from dataplane.storage.session_lock import SessionLock
 
 log = logging.getLogger(__name__)
@@ -47,13 +38,10 @@ class AsyncConnection(Session):
     an interrupt in the call. Therefore nothing here keeps a task alive but what will wake it. A closed loop ends the
     session, too."""
 
-    joins_puts = True
-
     def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
         """Create instances with `open`."""
         super().__init__(config, channel, lock)
         self._channel = channel
-        self._joiner = PutJoiner()
         # The copies that run in threads.
         self._running = InFlight()
         # The operations whose coroutines were destroyed.
@@ -150,15 +138,9 @@ class AsyncConnection(Session):
                 if step.brief():  # it does not block the event loop
                     return step.run()
                 return await self._work(step, operation, call)
-            case Join(put):
-                return await self._joiner.offer(put, self._store_joined)
             case Wait(future):
                 await until_done(future)
         return None
-
-    async def _store_joined(self, puts: Sequence[SmallPut], wanted: Callable[[], bool]) -> list[c.Committed] | None:
-        """See `store_joined`."""
-        return await self.run(store_joined(self.session_state, puts, wanted))
 
     async def _work(self, step: Work, operation: Operation[Any], call: threading.Lock) -> Any:
         """Run a copy in the executor and return its result. If the call is cancelled before the copy has ended, hand
@@ -242,7 +224,6 @@ class AsyncConnection(Session):
     def _fail_calls(self, error: DataPlaneError) -> None:
         self._finalizer.detach()
         self._channel.end(error)
-        self._joiner.end(error)
 
     def _free(self) -> None:
         self.session_state.close()
@@ -251,98 +232,3 @@ class AsyncConnection(Session):
 
 class _DetachedError(Exception):
     """The call was cancelled while its copy is in progress; a background task finishes the operation."""
-
-
-Outcome = c.Committed | None
-Store = Callable[[Sequence[SmallPut], Callable[[], bool]], Awaitable[list[c.Committed] | None]]
-"""Stores several puts with one commit: see `put.store_joined`."""
-
-
-class PutJoiner:
-    """Forms groups of the puts that are offered in one turn of the event loop, and stores each group with one
-    commit."""
-
-    def __init__(self) -> None:
-        # The puts of this turn, by the futures of their outcomes.
-        self._offered: dict[asyncio.Future[Outcome], SmallPut] = {}
-        # The futures of these puts, and of those that are being stored.
-        self._waiting: set[asyncio.Future[Outcome]] = set()
-
-    async def offer(self, put: SmallPut, store: Store) -> Outcome:
-        """Return the result of the put if it was stored together with others that were offered in the same turn. None:
-        the caller must store it alone, because there are no others, or they could not be stored together. store: equal
-        for all callers."""
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._waiting.add(outcome)
-        self._offered[outcome] = put
-        try:
-            await asyncio.sleep(0)  # until the coroutines that are ready now have made their offers
-            if outcome in self._offered:
-                self._join_offered(store)
-            return await outcome
-        finally:
-            outcome.cancel()  # if the caller was cancelled
-            self._offered.pop(outcome, None)
-            self._waiting.discard(outcome)
-
-    def _join_offered(self, store: Store) -> None:
-        """Begin to store the puts that were offered in this turn; those without company return to their callers."""
-        offered = [(put, outcome) for outcome, put in self._offered.items()]
-        self._offered = {}
-        for positions in joined_positions([put for put, _ in offered]):
-            joined = [offered[position] for position in positions]
-            if len(joined) == 1:
-                joined[0][1].set_result(None)
-                continue
-            # What the task waits for refers to it: see `AsyncConnection`.
-            storing = _store_joined(joined, store)
-            asyncio.get_running_loop().create_task(storing)
-
-    def end(self, error: DataPlaneError) -> None:
-        """Let all offers fail with this error."""
-        for outcome in list(self._waiting):
-            if not outcome.done():
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    outcome.set_exception(_copy_of(error))
-
-
-async def _store_joined(joined: list[tuple[SmallPut, asyncio.Future[Outcome]]], store: Store) -> None:
-    """Store joined puts, and set the outcome of each put whose caller still waits."""
-    futures = [outcome for _, outcome in joined]
-
-    def wanted() -> bool:
-        """Whether no caller was cancelled. Once the commit has been sent, a cancelled put is stored, as one that is
-        alone would be: before any later command of its caller."""
-        return not any(outcome.done() for outcome in futures)
-
-    try:
-        results = await store([put for put, _ in joined], wanted)
-    except Exception as error:
-        for outcome in futures:
-            if not outcome.done():
-                outcome.set_exception(_copy_of(error))
-    except asyncio.CancelledError:  # the loop ends
-        for outcome in futures:
-            outcome.cancel()
-        raise
-    else:
-        _set_results(futures, results)
-
-
-def _set_results(futures: Sequence[asyncio.Future[Outcome]], results: Sequence[c.Committed] | None) -> None:
-    """Set the result of each put whose caller was not cancelled. The first of them also gets the evicted samples."""
-    if results is None:
-        for outcome in futures:
-            if not outcome.done():
-                outcome.set_result(None)
-        return
-    evicted = results[0].evicted
-    for outcome, result in zip(futures, results, strict=True):
-        if not outcome.done():
-            outcome.set_result(msgspec.structs.replace(result, evicted=evicted) if evicted else result)
-            evicted = ()
-
-
-def _copy_of(error: Exception) -> Exception:
-    """Return the error to raise in one of several callers: an exception that is raised accumulates tracebacks."""
-    return from_wire(*to_wire(error)) if isinstance(error, DataPlaneError) else error

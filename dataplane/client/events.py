@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
-from dataplane.client.operations.steps import Join, Operation, Send, Step, T
+from dataplane.client.operations.steps import Operation, Send, Step, T
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands.short import decode_plan
 from dataplane.ledger.state.arrays import total
@@ -103,9 +103,6 @@ def _record_steps(operation: Operation[T], record: _OperationRecord) -> Operatio
     try:
         step = next(operation)
         while True:
-            if isinstance(step, Join):  # stored together with others, the put would send no commands to record
-                step = operation.send(None)
-                continue
             began = time.perf_counter()
             try:
                 outcome = yield step

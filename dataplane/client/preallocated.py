@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 from dataplane.core.types import granules_up
 from dataplane.data.columns import EncodedColumn
@@ -48,21 +47,21 @@ class PreallocatedSpace:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class PreallocatedPortion:
-    """Space of one put. Its columns, or the values of each put in a column, begin at
-    `offset`, each at a granule boundary."""
+    """Space of one put. Its columns begin at `offset`, each at a granule boundary."""
 
     space: PreallocatedSpace
     offset: int
 
-    def placements(self, columns: Sequence[EncodedColumn], put_sizes: Sequence[int] = ()) -> list[Placement]:
-        """Return the placements of the columns, one after another. put_sizes: how many values of each
-        column each put has; empty: each column is placed as a whole."""
+    def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
+        """Return the placements of the columns, one after another."""
         placements = []
+        unit = self.space.unit
         offset = self.offset
         for number, column in enumerate(columns):
-            for first, last in pairwise(accumulate(put_sizes or [len(column.sizes)], initial=0)):
-                placements.append(Placement(column=number, first=first, last=last, unit=self.space.unit, offset=offset))
-                offset += granules_up(column.bytes_of(first, last))
+            last = len(column.sizes)
+            place = Placement(column=number, first=0, last=last, unit=unit, offset=offset)
+            placements.append(place)
+            offset += granules_up(column.nbytes)
         return placements
 
 

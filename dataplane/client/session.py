@@ -217,15 +217,12 @@ class Session(ABC):
             lock=lock,
             durable=channel.durable,
             put_timeout_s=channel.put_timeout_s,
-            joins_puts=self.joins_puts,
         )
         # The callback first: a reconnection between these two lines may list other units.
         channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(channel.units)
         session_states().add(self.session_state)
         channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
-
-    joins_puts = False
 
     @property
     def usable(self) -> bool:

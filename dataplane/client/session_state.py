@@ -194,8 +194,7 @@ def check_pickles(config: DataPlaneConfig) -> None:
 
 class SessionState:
     """The client-side state of a session. durable: the service and its units keep their contents across a restart.
-    put_timeout_s: the service's value, used if the config has none. joins_puts: small puts offer to be stored together
-    with others (see `Join`).
+    put_timeout_s: the service's value, used if the config has none.
 
     `memory` is the pool of buffers that reads reuse, and `empty` allocates tensors from it. `copier` copies long runs
     in several threads. `warned` and `schemas` avoid repeated warnings and requests. `pins` are the pins of returned
@@ -212,10 +211,8 @@ class SessionState:
         lock: SessionLock | None,
         durable: bool = False,
         put_timeout_s: float = PUT_TIMEOUT_S,
-        joins_puts: bool = False,
     ) -> None:
         self.config = config
-        self.joins_puts = joins_puts
         if config.put_timeout_s is not None:
             put_timeout_s = config.put_timeout_s
         self.put_timeout_s = as_timeout("put_timeout_s", put_timeout_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane.core.devices import CPU
 from dataplane.core.types import DTYPE_BYTES
 from dataplane.data.batch import BatchedDataDict, materialize
-from dataplane.data.columns.values import FlatValues, JoinedValues, ListValues, TensorValues
 from dataplane.data.jagged import is_jagged, jagged_from_values
 from dataplane.data.tensor_memory import DTYPE_NAMES, TORCH_DTYPES, tensor_from_numpy, writable_alias
 from tests.data.columns_helpers import nested_of, same_rows
@@ -559,53 +556,6 @@ def test_a_sparse_column_is_pickled_unchanged() -> None:
     again = pickle.loads(pickle.dumps(batch))["x"]
     assert again.is_sparse
     assert torch.equal(again.to_dense(), torch.eye(4))
-
-
-# --- The values of several columns behave like those of one column.
-
-
-JOINED = [[1, 2, 3], [], [4], [5, 6], [], [7, 8, 9, 10]]
-
-
-def bytes_of(rows: list[list[int]]) -> bytes:
-    return b"".join(np.array(row, np.int16).tobytes() for row in rows)
-
-
-@pytest.fixture
-def joined() -> JoinedValues:
-    """`ROWS`, in columns of three kinds and one without values."""
-    flat = np.frombuffer(bytes_of(JOINED[3:5]), np.uint8)
-    return JoinedValues(
-        [
-            ListValues([torch.tensor(row, dtype=torch.int16) for row in JOINED[:3]]),
-            ListValues([]),
-            FlatValues(flat, np.array([0, 4]), np.array([4, 0])),
-            TensorValues(torch.tensor(JOINED[5], dtype=torch.int16), np.array([0]), np.array([4])),
-        ]
-    )
-
-
-RANGES = list(itertools.combinations_with_replacement(range(len(JOINED) + 1), 2))
-
-
-@pytest.mark.parametrize(("first", "last"), RANGES)
-def test_ranges_cross_columns(joined: JoinedValues, first: int, last: int) -> None:
-    expected = bytes_of(JOINED[first:last])
-    target = np.zeros(len(expected), np.uint8)
-    joined.write(first, last, target)
-    assert target.tobytes() == expected
-    assert b"".join(buffer.tobytes() for buffer in joined.buffers(first, last)) == expected
-    assert joined.sizes[first:last].tolist() == [2 * len(row) for row in JOINED[first:last]]
-
-
-def test_values_are_taken_and_checked(joined: JoinedValues) -> None:
-    taken = joined.take(np.array([5, 0, 3]))
-    target = np.zeros(int(taken.sizes.sum()), np.uint8)
-    taken.write(0, 3, target)
-    assert target.tobytes() == bytes_of([JOINED[5], JOINED[0], JOINED[3]])
-    alone = ListValues([torch.tensor(row, dtype=torch.int16) for row in JOINED])
-    assert joined.checksums().tolist() == alone.checksums().tolist()
-    assert joined.device == CPU
 
 
 # --- tensor memory

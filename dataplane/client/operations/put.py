@@ -16,24 +16,16 @@ from msgspec.structs import replace
 from tensordict import TensorDict
 
 from dataplane.client.operations.field_names import fetch_schema, schema_for_put
-from dataplane.client.operations.joined_puts import (
-    SmallPut,
-    joined_columns,
-    joined_commit,
-    results_of,
-    small_put,
-)
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
 from dataplane.client.operations.short_put import (
-    UNCERTAIN_ERRORS,
     ShortPut,
     meta_of_short,
     prepare,
     remember,
     store_short,
 )
-from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait, Work
+from dataplane.client.operations.steps import Operation, Post, Send, Wait, Work
 from dataplane.client.preallocated import PreallocatedPortion, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.client.unit_connections import select_values, units_of
@@ -45,7 +37,6 @@ from dataplane.data.columns import EncodedColumn, appended, checked, encode_fiel
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import (
     CapacityTimeoutError,
-    DataPlaneError,
     InvalidRequestError,
     RowsChangedError,
     SchemaError,
@@ -154,10 +145,7 @@ def put_rows(
             session_state, partition, fields, len(ids), token_lengths, warn=declare is None, wide=wide
         )
         try:
-            small = small_put(commit, ids, encoded) if session_state.joins_puts else None
-            committed = None if small is None else (yield Join(small))
-            if committed is None:  # stored alone
-                committed = yield from store(session_state, commit, ids, encoded)
+            committed = yield from store(session_state, commit, ids, encoded)
             if encoded:
                 remember(session_state, partition, fields, encoded)
             return encoded, committed
@@ -437,77 +425,30 @@ def _store_preallocated(
     encoded: Sequence[EncodedColumn],
 ) -> Operation[c.Committed]:
     """Copy the columns into the preallocated portion and commit them."""
+    space = portion.space
+
+    # A small copy into a mapped arena does not block: the async client makes it on its event loop.
+    def brief() -> bool:
+        return session_state.connections.mapped([space.unit]) and not _devices(encoded)
+
     failed = True
     try:
-        written = yield from _write_preallocated(session_state, portion, encoded)
-        failpoint("put.before_commit")
-        committed = yield from send_for_samples(
-            ids, _with_columns(commit, written, portion.space.call_id, portion.offset)
+        write = _writer(
+            session_state,
+            portion.placements(encoded),
+            encoded,
+            reservation=space.call_id,
+            unfinished=set(),  # stays empty: the arena is mapped, so no unit executes the write
+            checksums=space.checksums,
         )
+        written = yield Work(write, brief)
+        failpoint("put.before_commit")
+        full = _with_columns(commit, written, space.call_id, portion.offset)
+        committed = yield from send_for_samples(ids, full)
         failed = False
         return committed.result  # type: ignore[no-any-return]
     finally:
         session_state.preallocated.finish(portion, failed=failed)
-
-
-def _write_preallocated(
-    session_state: SessionState,
-    portion: PreallocatedPortion,
-    encoded: Sequence[EncodedColumn],
-    put_sizes: Sequence[int] = (),
-) -> Operation[Sequence[EncodedColumn]]:
-    """Copy the columns into the preallocated portion, and return them as the step of `_writer` does.
-    put_sizes: see `PreallocatedPortion.placements`."""
-    space = portion.space
-    write = _writer(
-        session_state,
-        portion.placements(encoded, put_sizes),
-        encoded,
-        reservation=space.call_id,
-        unfinished=set(),  # stays empty: the arena is mapped, so no unit executes the write
-        checksums=space.checksums,
-    )
-
-    # A small copy into a mapped arena does not block: the async client makes it on its event loop (see `Work`).
-    def brief() -> bool:
-        return session_state.connections.mapped([space.unit]) and not _devices(encoded)
-
-    return (yield Work(write, brief))  # type: ignore[no-any-return]
-
-
-def store_joined(
-    session_state: SessionState, puts: Sequence[SmallPut], wanted: Callable[[], bool]
-) -> Operation[list[c.Committed] | None]:
-    """Store the puts of a group with one commit, and return the result of each. Return None if nothing was stored, so
-    that each put has to be stored alone: there is no preallocated space, the service rejected the commit, or `wanted`,
-    which is called immediately before the commit, returned False. Raise the errors after which it is unknown whether
-    the puts were stored."""
-    commit = joined_commit(puts)
-    columns = joined_columns(puts)
-    portion: PreallocatedPortion | None = None
-    is_sent = False
-    failed = True
-    try:
-        portion = yield from _take_preallocated(session_state, sum(put.nbytes for put in puts))
-        if portion is None:
-            return None
-        written = yield from _write_preallocated(session_state, portion, columns, commit.put_sizes)
-        if not wanted():
-            return None
-        failpoint("put.before_commit")
-        ids = [each for put in puts for each in put.ids]
-        full = _with_columns(commit, written, portion.space.call_id, portion.offset)
-        is_sent = True
-        committed = (yield from send_for_samples(ids, full)).result
-        failed = False
-        return results_of(puts, committed)
-    except Exception as error:
-        if is_sent and (isinstance(error, UNCERTAIN_ERRORS) or not isinstance(error, DataPlaneError)):
-            raise
-        return None
-    finally:
-        if portion is not None:
-            session_state.preallocated.finish(portion, failed=failed)
 
 
 def release_space(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from dataplane.ledger.commands import Command
-
-if TYPE_CHECKING:
-    from dataplane.client.operations.joined_puts import SmallPut
 
 T = TypeVar("T")
 
@@ -64,20 +61,11 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Offer a small put, to be stored together with others of the session that are ready at the same moment. Only
-    sessions with `SessionState.joins_puts` perform this step. Outcome: the `Committed` of this put, or None: the
-    operation must store it alone."""
-
-    put: SmallPut
-
-
-@dataclass(frozen=True, slots=True)
 class Wait:
     """Wait for a future that another operation of the session completes. Outcome: None."""
 
     future: Future[None]
 
 
-Step = Send | Post | Work | Join | Wait
+Step = Send | Post | Work | Wait
 Operation = Generator[Step, Any, T]

@@ -13,8 +13,6 @@ Each class holds K values. `sizes` `[K]` are their sizes in bytes.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -81,46 +79,6 @@ class FlatValues:
 
     def checksums(self) -> UInt32s:
         return checksums_of(self.memory, self.starts, self.sizes)
-
-
-class JoinedValues:
-    """The values of several columns, one after another. `_starts` has the number of the first value of each column, and
-    the number of all values."""
-
-    def __init__(self, columns: Sequence[Values]) -> None:
-        self.sizes: Int64s = np.concatenate([column.sizes for column in columns])
-        self._columns = columns
-        self._starts = list(itertools.accumulate((len(column.sizes) for column in columns), initial=0))
-
-    @property
-    def device(self) -> torch.device:
-        return next((column.device for column in self._columns if column.device != CPU), CPU)
-
-    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
-        end = 0
-        for column, column_first, column_last in self._ranges(first, last):
-            begin, end = end, end + int(np.add.reduce(column.sizes[column_first:column_last]))
-            column.write(column_first, column_last, target[begin:end], later)
-
-    def buffers(self, first: int, last: int) -> list[UInt8s]:
-        return [buffer for column, *bounds in self._ranges(first, last) for buffer in column.buffers(*bounds)]
-
-    def take(self, indices: Int64s) -> JoinedValues:
-        ranges = [next(self._ranges(index, index + 1)) for index in indices.tolist()]
-        return JoinedValues([column.take(np.array([first])) for column, first, _ in ranges])
-
-    def checksums(self) -> UInt32s:
-        return np.concatenate([column.checksums() for column in self._columns])
-
-    def _ranges(self, first: int, last: int) -> Iterator[tuple[Values, int, int]]:
-        """Yield the columns with values of [first, last), and the range of these values in each."""
-        number = bisect.bisect_right(self._starts, first) - 1
-        while first < last:
-            begin = self._starts[number]
-            end = min(self._starts[number + 1], last)
-            yield self._columns[number], first - begin, end - begin
-            first = end
-            number = number + 1
 
 
 def in_host_memory(values: Values) -> Values:
