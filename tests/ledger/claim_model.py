@@ -310,15 +310,6 @@ def holds(predicate: Predicate, sample: Sample) -> bool:
         return False
 
 
-def fields_of_puts(samples: list[Sample], put_sizes: tuple[int, ...]) -> list[set[str]]:
-    """The fields that all samples of each put have; none of an empty put."""
-    fields, end = [], 0
-    for count in put_sizes:
-        begin, end = end, end + count
-        fields.append(set.intersection(*(sample.fields for sample in samples[begin:end])) if count else set())
-    return fields
-
-
 def matches(sample: Sample, where: tuple[Predicate, ...]) -> bool:
     return all(p.tag in sample.tags and holds(p, sample) for p in where)
 

@@ -72,11 +72,10 @@ from tests.ledger.claim_model import (
     Name,
     Partition,
     Sample,
-    fields_of_puts,
     matches,
 )
 from tests.ledger.save_model import SaveBooks
-from tests.ledger.values import checksums_in, granules, placement_ranges, sizes_of_puts, value_locations
+from tests.ledger.values import checksums_in, granules, placement_ranges, value_locations
 
 Settling = Ack | Nack | Extend
 
@@ -227,8 +226,8 @@ class Model(ClaimModel):
             return {"InvalidRequestError"}
         if command.offset is None:
             return set() if self.reserved_in[reservation] == partition.incarnation else {"PartitionDroppedError"}
-        puts = [put for column in command.columns for put in sizes_of_puts(sizes_of(column), command.put_sizes)]
-        start, total = command.offset, sum(granules_of(sum(put)) for put in puts)
+        start = command.offset
+        total = sum(granules_of(sum(sizes_of(column))) for column in command.columns)
         fits = any(at <= start and start + total <= at + nbytes for _, at, nbytes in self.reserved[reservation])
         return set() if not start % GRANULE_BYTES and (fits or not total) else {"InvalidRequestError"}
 
@@ -483,24 +482,22 @@ class Model(ClaimModel):
             self.switch(samples, (name[0], command.reservation), command.columns)
         merge_tags(samples, command.tags)
         if command.listed:
-            self.check_contents(samples, result, command.put_sizes)
+            self.check_contents(samples, result)
         else:
-            assert (result.fields, result.tags, result.put_fields) == ((), (), ())
+            assert (result.fields, result.tags) == ((), ())
 
     def cut_preallocated(self, name: Name, command: Commit) -> None:
-        """The commit's columns, or the values of each put in them, follow each other from its offset,
-        no longer in preallocated space."""
+        """The commit's columns follow each other from its offset, no longer in preallocated
+        space."""
         assert command.reservation is not None
         assert command.offset is not None
         space = (name[0], command.reservation)
         unit, at, placements = self.reserved[space][0][0] if self.reserved[space] else 0, command.offset, []
         for number, column in enumerate(command.columns):
-            last = 0
-            for put in sizes_of_puts(sizes_of(column), command.put_sizes):
-                first, last = last, last + len(put)
-                if put:
-                    placements.append(Placement(column=number, first=first, last=last, unit=unit, offset=at))
-                at += granules_of(sum(put))
+            sizes = sizes_of(column)
+            last = len(sizes)
+            placements.append(Placement(column=number, first=0, last=last, unit=unit, offset=at))
+            at += granules_of(sum(sizes))
         self.granted[name] = Allocated(placements=tuple(placements))
         left = []
         for _, start, nbytes in self.reserved[space]:
@@ -615,14 +612,9 @@ class Model(ClaimModel):
         assert list(result.ids) == [s.id for s in samples]
         self.check_contents(samples, result)
 
-    def check_contents(
-        self, samples: list[Sample], result: Claimed | Listed | Committed, put_sizes: tuple[int, ...] = ()
-    ) -> None:
-        if put_sizes:
-            assert isinstance(result, Committed)
-            assert [set(each.names) for each in result.put_fields] == fields_of_puts(samples, put_sizes)
-        elif samples:
-            assert [set(result.fields)] == fields_of_puts(samples, (len(samples),))
+    def check_contents(self, samples: list[Sample], result: Claimed | Listed | Committed) -> None:
+        if samples:
+            assert set(result.fields) == set.intersection(*(sample.fields for sample in samples))
         tags: list[dict[str, Scalar]] = [{} for _ in samples]
         for column in result.tags:
             positions = range(len(samples)) if column.positions is None else column.positions.tolist()

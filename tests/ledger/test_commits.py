@@ -234,22 +234,6 @@ def test_reads_name_what_is_missing(client: Client) -> None:
     assert client.stats().sessions[0].pins == 0
 
 
-def test_joined_puts_list_the_fields_of_each_put(client: Client) -> None:
-    client.put(["old", "a"], {"y": [4, 4]})
-    listing = commit(None, columns=(), samples=by_ids("a", "old", "b"), listed=True, put_sizes=(1, 1, 1))
-    got = client.call(c.Committed, listing)
-    assert [part.names for part in got.put_fields] == [("y",), ("x", "y"), ()]
-    assert got.fields == ()
-    assert client.call(c.Committed, msgspec.structs.replace(listing, listed=False)).put_fields == ()
-
-
-@pytest.mark.parametrize("put_sizes", [(1,), (1, 1, 1), (3, -1), (0,)])
-def test_put_sizes_add_up_to_the_samples(client: Client, put_sizes: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidRequestError, match="a commit of 2 samples has puts of"):
-        client.call(c.Committed, commit(reserve(client), put_sizes=put_sizes))
-    assert client.call(c.Listed, c.List(partition="p")).ids == ("old",)
-
-
 # --- Stored bytes: sharing, versions, trimming, pins; nothing in use is ever free.
 
 

@@ -392,43 +392,6 @@ def test_parts_may_be_taken_in_any_order_and_what_is_left_goes_back_whole(driver
     assert driver.ledger.free_ranges(1) == [(0, MIB)]
 
 
-def test_joined_puts_have_extents_of_their_own(client: Client) -> None:
-    """As if each had its own commit: clearing the samples of one part frees its bytes."""
-    reservation, start = allocate(client)
-    names, columns = ("a", "b", "c"), commit_columns({"x": [10, 20, 30], "y": [0, 70, 1]})
-    together = c.Commit(
-        partition="p",
-        samples=by_ids(*names),
-        mode=c.Mode.UPSERT,
-        reservation=reservation,
-        offset=start,
-        columns=columns,
-        put_sizes=(1, 0, 2),
-    )
-    client.call(c.Committed, together)
-    assert [places(client, name)[0] - start for name in names] == [0, 64, 84]
-    assert [places(client, name, "y")[0] - start for name in names[1:]] == [128, 198]
-    client.do(c.Abort(reservation=reservation))
-    assert client.used() == 64 + 64 + 128
-    client.clear("a")
-    assert client.used() == 64 + 128
-    client.clear("b", "c")
-    assert client.used() == 0
-
-
-@pytest.mark.parametrize(
-    ("put_sizes", "index"), [((1, 1), [0, 0]), ((2, 1), None), ((1,), None), ((3, -1), None)], ids=str
-)
-def test_joined_puts_have_one_value_per_sample(
-    client: Client, put_sizes: tuple[int, ...], index: list[int] | None
-) -> None:
-    reservation, start = allocate(client)
-    columns = commit_columns({"x": [10, 20]}, index=index)
-    with pytest.raises(InvalidRequestError, match="puts"):
-        client.raise_(commit(reservation, start, "a", columns=columns, samples=by_ids("a", "b"), put_sizes=put_sizes))
-    client.call(c.Committed, commit(reservation, start, "a"))
-
-
 def test_preallocated_space_used_up_holds_nothing_and_its_abort_is_harmless(driver: Driver, client: Client) -> None:
     reservation, start = allocate(client, 128)
     client.call(c.Committed, commit(reservation, start, "a", x=100))

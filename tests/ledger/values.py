@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -62,12 +61,6 @@ def value_locations(sizes: Sequence[Sequence[int]], allocated: Allocated) -> lis
         whole.append([place if place is not None else (-1, 0) for place in column])
         assert all(place is not None or not sizes[c][k] for k, place in enumerate(column)), (c, column)
     return whole
-
-
-def sizes_of_puts(sizes: Sequence[int], put_sizes: Sequence[int]) -> list[Sequence[int]]:
-    """The sizes of the values of each put in a column; all of them without `put_sizes`."""
-    ends = list(accumulate(put_sizes or [len(sizes)]))
-    return [sizes[end - count : end] for count, end in zip(put_sizes or [len(sizes)], ends, strict=True)]
 
 
 def placement_ranges(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[tuple[int, int, int]]:

@@ -47,12 +47,6 @@ TASKS = ("score", "train")
 TAGS = ("group", "score", "input_lengths", "weight_version")
 
 
-def draw_put_sizes(data: st.DataObject, count: int) -> tuple[int, ...]:
-    """The numbers of samples of puts that a client stores together; mostly none: one put."""
-    first = data.draw(st.sampled_from([None, None, 0, 1, count]))
-    return () if first is None or first > count else (first, count - first)
-
-
 class LedgerWriter(LedgerDriver):
     """Adds to the driver what several rules need."""
 
@@ -111,7 +105,6 @@ class LedgerWriter(LedgerDriver):
             columns=columns,
             tags=tags,
             listed=data.draw(st.booleans()),
-            put_sizes=draw_put_sizes(data, len(samples)),
         )
         self.plans[client.id, call_id] = commit
         if (client.id, call_id) not in self.model.reserved or fate == "later":
@@ -150,9 +143,6 @@ class LedgerWriter(LedgerDriver):
                 columns=columns,
                 tags=tags,
                 listed=data.draw(st.booleans()),
-                put_sizes=()
-                if any(column.index is not None for column in columns)
-                else draw_put_sizes(data, len(samples)),
             ),
         )
 

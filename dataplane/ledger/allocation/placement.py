@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import numpy as np
 
 from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.errors import InvalidRequestError
-from dataplane.ledger.commands import Commit, Int64s
+from dataplane.ledger.commands import Int64s
 from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.sessions import Want, check_limit
 from dataplane.ledger.state.state import State
@@ -186,16 +185,3 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
         # The sum is only computed, in floats that do not overflow, if it may be too large.
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
             raise InvalidRequestError(f"column {name!r}: its values must have 0 to {MAX_BYTES} bytes in total")
-
-
-def put_ranges(command: Commit, number: int) -> list[tuple[int, int]]:
-    """Return the values [first, last) of each put in column `number`. Raises InvalidRequestError."""
-    column = command.columns[number]
-    if not command.put_sizes:
-        return [(0, len(column.lengths))]
-    ends = list(accumulate(command.put_sizes, initial=0))
-    if column.index is not None or len(column.lengths) != ends[-1] or min(command.put_sizes) < 0:
-        raise InvalidRequestError(
-            f"column {column.name!r}: a commit of {ends[-1]} samples of several puts needs one value for each of them"
-        )
-    return list(pairwise(ends))

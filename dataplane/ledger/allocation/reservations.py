@@ -30,7 +30,6 @@ from dataplane.ledger.allocation.placement import (
     give_back,
     growth_target,
     place,
-    put_ranges,
     retry_target,
 )
 from dataplane.ledger.commands import (
@@ -477,10 +476,9 @@ def _near(session: Session, unit: Unit) -> bool:
 
 
 class PreallocatedPut(PutReservation):
-    """The reservation of a commit into preallocated `space`, in the space's piece `piece_number` (None: the columns are
-    empty). The columns are one after another from `offset`, and the values of each put begin at a granule: its values
-    [first, last) are a pair of `ranges`, its whole granules in bytes are in `nbytes`, by column. Without `put_sizes`,
-    a commit is one put. Nothing is taken before `cut`. `space.pieces[0]` are the unused
+    """The reservation of a commit into preallocated `space`, in the space's piece `piece_number`
+    (None: the columns are empty). The columns are one after another from `offset`, each with
+    `nbytes` in whole granules. Nothing is taken before `cut`. `space.pieces[0]` are the unused
     pieces."""
 
     def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
@@ -494,12 +492,8 @@ class PreallocatedPut(PutReservation):
         super().__init__(partition, names, sizes, update=False)
         self.space = space
         self.offset = command.offset
-        self.ranges = [put_ranges(command, number) for number in range(len(sizes))]
-        self.nbytes = [
-            [granules_up(total(column[first:last])) for first, last in ranges]
-            for column, ranges in zip(sizes, self.ranges, strict=True)
-        ]
-        self.total_bytes = sum(map(sum, self.nbytes))
+        self.nbytes = [granules_up(total(column)) for column in sizes]
+        self.total_bytes = sum(self.nbytes)
         self.piece_number = self._find_piece(state.extents)
 
     def _find_piece(self, extents: Extents) -> int | None:
@@ -516,8 +510,8 @@ class PreallocatedPut(PutReservation):
         )
 
     def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the space, as one extent per put and column. The rest of the space's piece stays
-        preallocated."""
+        """Take the bytes out of the space, as one extent per column. The rest of the space's piece
+        stays preallocated."""
         if self.piece_number is not None:
             pieces = self.space.pieces[0]
             remaining = extents.cut(pieces[self.piece_number].extent, self.offset, self.total_bytes)
@@ -527,10 +521,8 @@ class PreallocatedPut(PutReservation):
         offset = self.offset
         account = self.partition.account
         unit = self.space.unit
-        for column, ranges, sizes in zip(self.pieces, self.ranges, self.nbytes, strict=True):
-            for (first, last), nbytes in zip(ranges, sizes, strict=True):
-                start = offset if nbytes else 0  # an extent of empty values holds no bytes
-                if last > first:  # a put without values needs no extent
-                    extent = extents.reserve(unit, start, nbytes, account)
-                    column.append(ReservedPiece(first, last, extent, start))
-                offset += nbytes
+        for number, nbytes in enumerate(self.nbytes):
+            start = offset if nbytes else 0  # an extent of empty values holds no bytes
+            extent = extents.reserve(unit, start, nbytes, account)
+            self.pieces[number].append(ReservedPiece(0, len(self.sizes[number]), extent, start))
+            offset += nbytes

@@ -171,10 +171,6 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     (`expected`, its answer for the same samples), or still be missing, else `RowsChangedError`.
 
     With `listed`, the answer has fields and tags of the samples, as a List right after the commit would.
-
-    `put_sizes`, if any, are the numbers of samples of several puts, in the order of the samples: the client stores them
-    together. In preallocated space, the values of each put begin at a granule and have an extent of their own; a
-    column has one value per sample then. A listing has the fields of each put (`put_fields`) instead of those of all.
     """
 
     partition: str
@@ -187,7 +183,6 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     located: Int64 | None = None
     expected: tuple[FieldLocations, ...] = ()
     listed: bool = False
-    put_sizes: tuple[int, ...] = ()
 
 
 class Locate(Answered[Located], frozen=True, kw_only=True):

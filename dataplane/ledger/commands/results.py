@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands.values import (
     FieldLocations,
-    FieldNames,
     Int64s,
     Placement,
     SavedPartition,
@@ -68,8 +67,7 @@ class Preallocated(Result, frozen=True, kw_only=True):
 class Committed(Result, frozen=True, kw_only=True):
     """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for preallocated space.
     `born` counts the new samples. `overwritten_bytes` sums the values that replaced older ones in all their
-    samples. `fields` and `tags` are as in `Listed`, on request; for a commit of several puts, `put_fields` has the
-    fields of each put."""
+    samples. `fields` and `tags` are as in `Listed`, on request."""
 
     rows: Int64s
     generations: Int64s
@@ -78,7 +76,6 @@ class Committed(Result, frozen=True, kw_only=True):
     overwritten_bytes: int = 0
     fields: tuple[str, ...] = ()
     tags: tuple[TagColumn, ...] = ()
-    put_fields: tuple[FieldNames, ...] = ()
 
 
 class Located(Result, frozen=True, kw_only=True):

@@ -173,12 +173,6 @@ class FieldLocations(Value, frozen=True, kw_only=True, omit_defaults=True):
     checksums: UInt32s | None = None
 
 
-class FieldNames(Value, frozen=True, kw_only=True):
-    """The fields that all samples of one put have."""
-
-    names: tuple[str, ...]
-
-
 class SavedField(Value, frozen=True, kw_only=True):
     """A field of a saved partition, and its declared spec (None: the field exists in live rows only)."""
 

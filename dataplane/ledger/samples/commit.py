@@ -99,9 +99,8 @@ class Commits:
             evicted=evicted,
             born=len(named.unborn),
             overwritten_bytes=overwritten_bytes,
-            fields=partition.common_fields(rows) if command.listed and not command.put_sizes else (),
+            fields=partition.common_fields(rows) if command.listed else (),
             tags=partition.tags.of(rows) if command.listed else (),
-            put_fields=partition.put_fields(rows, command.put_sizes) if command.listed else (),
         )
 
     # --- checks
@@ -189,10 +188,7 @@ class Commits:
         """Resolve the samples of the commit to rows, and check that its mode allows them. Samples named by row and
         generation must exist whatever the mode."""
         samples = command.samples
-        put_sizes = command.put_sizes
         self.state.check_samples(samples)
-        if put_sizes and (min(put_sizes) < 0 or sum(put_sizes) != len(samples)):
-            raise InvalidRequestError(f"a commit of {len(samples)} samples has puts of {put_sizes[:5]} samples")
         if samples.ids is None:
             rows = partition.resolve(samples)
             refuse_repeats(rows)

@@ -4,7 +4,6 @@ task."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from dataplane.core.schema import HIDDEN, columns_of, earlier_columns, field_of
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
-from dataplane.ledger.commands import FieldNames, Int32s, Int64s, Register, Samples, WhenFull
+from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
 from dataplane.ledger.state.arrays import Bools, every, first_true, some
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.fields import Field
@@ -455,11 +454,6 @@ class Partition:
         if self.is_plain:
             return tuple([name for name, field in self.fields.items() if every(field.extents[rows])])
         return tuple([name for name in self.names() if self.has(name, rows).all()])
-
-    def put_fields(self, rows: Int64s, put_sizes: tuple[int, ...]) -> tuple[FieldNames, ...]:
-        """Return the `common_fields` of each put. put_sizes: the numbers of rows of consecutive puts."""
-        ranges = pairwise(accumulate(put_sizes, initial=0))
-        return tuple(FieldNames(names=self.common_fields(rows[first:last])) for first, last in ranges)
 
 
 def _earlier_column(name: str, field: Field) -> str:

@@ -246,12 +246,6 @@ class CommitColumn(_message.Message):
     by_schema: bool
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
 
-class FieldNames(_message.Message):
-    __slots__ = ("names",)
-    NAMES_FIELD_NUMBER: _ClassVar[int]
-    names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
-
 class FieldLocations(_message.Message):
     __slots__ = ("name", "spec", "units", "offsets", "lengths", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -701,7 +695,7 @@ class AbortRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., reservation: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected", "listed", "put_sizes")
+    __slots__ = ("header", "partition", "samples", "mode", "reservation", "columns", "tags", "offset", "located", "expected", "listed")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -713,7 +707,6 @@ class CommitRequest(_message.Message):
     LOCATED_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     LISTED_FIELD_NUMBER: _ClassVar[int]
-    PUT_SIZES_FIELD_NUMBER: _ClassVar[int]
     header: Header
     partition: str
     samples: Samples
@@ -725,11 +718,10 @@ class CommitRequest(_message.Message):
     located: int
     expected: _containers.RepeatedCompositeFieldContainer[FieldLocations]
     listed: bool
-    put_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., listed: bool = ..., put_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., partition: _Optional[str] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., reservation: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[CommitColumn, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., offset: _Optional[int] = ..., located: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[FieldLocations, _Mapping]]] = ..., listed: bool = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("rows", "generations", "evicted", "born", "overwritten_bytes", "fields", "tags", "put_fields")
+    __slots__ = ("rows", "generations", "evicted", "born", "overwritten_bytes", "fields", "tags")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
@@ -737,7 +729,6 @@ class Committed(_message.Message):
     OVERWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
-    PUT_FIELDS_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     generations: bytes
     evicted: _containers.RepeatedScalarFieldContainer[str]
@@ -745,8 +736,7 @@ class Committed(_message.Message):
     overwritten_bytes: int
     fields: _containers.RepeatedScalarFieldContainer[str]
     tags: _containers.RepeatedCompositeFieldContainer[TagColumn]
-    put_fields: _containers.RepeatedCompositeFieldContainer[FieldNames]
-    def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ..., put_fields: _Optional[_Iterable[_Union[FieldNames, _Mapping]]] = ...) -> None: ...
+    def __init__(self, rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., evicted: _Optional[_Iterable[str]] = ..., born: _Optional[int] = ..., overwritten_bytes: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[_Union[TagColumn, _Mapping]]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("header", "partition", "samples", "fields", "missing_ok")
