@@ -50,8 +50,8 @@ def leaves(base: type[c.Value]) -> set[type[c.Value]]:
 
 
 def test_the_tables_are_whole() -> None:
-    assert {method.command for method in codec.METHODS.values()} == leaves(c.Command)
-    assert {method.result for method in codec.METHODS.values()} == leaves(c.Result)
+    assert {method.command for method in codec.METHODS.values()} == leaves(c.Command) - set(c.SHORT)
+    assert {method.result for method in codec.METHODS.values()} == leaves(c.Result) - {c.RowsLocated}
     assert {*codec.REPORTS, c.Call, c.Restarted} == leaves(c.Input)
     assert {*codec.OUTPUTS, c.Answer, c.Notice} == leaves(c.Output)
 
@@ -67,7 +67,9 @@ def test_every_method_of_the_service_is_a_command_or_report() -> None:
         assert rpc.output_type.name == method.result.__name__
 
 
-@pytest.mark.parametrize("command", c.Answered.__subclasses__(), ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "command", sorted(leaves(c.Command) - set(c.SHORT), key=lambda each: each.__name__), ids=lambda each: each.__name__
+)
 def test_commands_round_trip(command: type[c.Command]) -> None:
     @FEW
     @given(of_type(command), *[st.integers(0, (1 << 63) - 1)] * 3)
