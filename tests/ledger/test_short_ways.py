@@ -18,8 +18,12 @@ from dataplane.ledger import commands as c
 from dataplane.ledger import ledger as ledger_module
 from dataplane.ledger.commands.short import PlanColumn, decode_plan, encode_plan
 from dataplane.ledger.encoding.messages import decode, encode
+from dataplane.ledger.samples import put_rows as put_rows_module
 from dataplane.ledger.samples.locate_rows import locate_rows
 from dataplane.ledger.samples.put_rows import put_rows
+from dataplane.ledger.state.extents import Account, Extents
+from dataplane.ledger.state.rows import Rows
+from dataplane.ledger.state.sessions import Preallocation, Session
 from dataplane.ledger.state.state import State
 from tests.ledger.driver import Client, Driver, by_ids
 from tests.ledger.fingerprint import fingerprint
@@ -40,6 +44,10 @@ TAGS: dict[str, list[Any]] = {
 }
 
 
+WAYS: dict[str, Any] = {"put": put_rows, "locate": locate_rows}
+"""The short ways under test."""
+
+
 class Twins(Driver):
     """Gives one ledger the short commands, and another one the general ones with the same meaning."""
 
@@ -53,7 +61,7 @@ class Twins(Driver):
 
     def put_rows(self, *arguments: Any) -> c.Committed | None:
         """Count which way is taken."""
-        result = put_rows(*arguments)
+        result = WAYS["put"](*arguments)
         self.ways["general" if result is None else "short"] += 1
         return result
 
@@ -61,7 +69,7 @@ class Twins(Driver):
         """Count which way is taken. The second ledger always takes the general one."""
         if state is self.general._state:
             return None
-        result = locate_rows(state, *arguments)
+        result = WAYS["locate"](state, *arguments)
         self.ways["located generally" if result is None else "located shortly"] += 1
         return result
 
@@ -268,8 +276,8 @@ def other_work(driver: Twins, client: Client, chance: random.Random) -> None:
             )
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_short_way_leaves_the_state_of_the_general_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def history(seed: int, monkeypatch: pytest.MonkeyPatch) -> Twins:
+    """Random work of two clients, most of it small puts."""
     chance = random.Random(seed)
     limits = Limits(preallocated_divisor=4, id_bytes=64, tag_bytes=8)
     driver = Twins(monkeypatch, capacity=1 << 17, limits=limits)
@@ -286,5 +294,75 @@ def test_the_short_way_leaves_the_state_of_the_general_one(seed: int, monkeypatc
         else:
             other_work(driver, writer.client, chance)
     driver.compare()
-    assert min(driver.ways["short"], driver.ways["general"]) >= 5, driver.ways
-    print(driver.ways)
+    return driver
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_short_ways_leave_the_state_of_the_general_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = history(seed, monkeypatch).ways
+    assert min(ways["short"], ways["general"], ways["located shortly"]) >= 3, ways
+
+
+def uncharged(extents: Extents, unit: int, start: int, size: int, account: Account, cells: int) -> int:
+    number = create_live(extents, unit, start, size, account, cells)
+    account.used_bytes -= size
+    return number
+
+
+def late(table: Rows, name: str, generation: int, now: float) -> int:
+    row = create_one(table, name, generation, now)
+    table.since[row] += 1.0
+    return row
+
+
+def tagless(*arguments: Any) -> c.Committed | None:
+    state, session, command = arguments
+    return put_rows(state, session, msgspec.structs.replace(command, tags={}))
+
+
+def shifted(space: Preallocation, extents: Extents, position: int, start: int) -> None:
+    cut(space, extents, position, start + 64)
+
+
+def unpinned(state: State, session: Session, call_id: int, command: c.LocateRows) -> c.RowsLocated | None:
+    located = locate_rows(state, session, call_id, command)
+    if located is not None:
+        session.pins.pop(call_id)
+    return located
+
+
+def unread(*arguments: Any) -> c.RowsLocated | None:
+    located = locate_rows(*arguments)
+    return None if located is None else msgspec.structs.replace(located, offsets=located.offsets[::-1])
+
+
+create_live = Extents.create_live
+create_one = Rows.create_one
+cut = put_rows_module._cut
+DEFECTS: dict[str, tuple[Any, str, Any]] = {
+    "bytes are not charged": (Extents, "create_live", uncharged),
+    "a sample is born late": (Rows, "create_one", late),
+    "tags are lost": (WAYS, "put", tagless),
+    "the rest of the space begins too late": (put_rows_module, "_cut", shifted),
+    "nothing is pinned": (WAYS, "locate", unpinned),
+    "offsets are of other rows": (WAYS, "locate", unread),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_planted_defects_are_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, name, replacement = DEFECTS[defect]
+    if target is WAYS:
+        monkeypatch.setitem(WAYS, name, replacement)
+    else:
+        monkeypatch.setattr(target, name, replacement)
+    assert any(finds(seed, monkeypatch) for seed in range(8))
+
+
+def finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the history of this seed finds a difference."""
+    try:
+        history(seed, monkeypatch)
+    except AssertionError:
+        return True
+    return False

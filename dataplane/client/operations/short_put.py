@@ -24,7 +24,7 @@ from dataplane.core.checksums import checksums_of
 from dataplane.core.devices import CPU
 from dataplane.core.failpoints import failpoint
 from dataplane.core.plain_numbers import numbers_dtype
-from dataplane.core.row_copy import UInt8s, address
+from dataplane.core.row_copy import Int64s, UInt8s, address
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
 from dataplane.core.types import GRANULE_BYTES, INT64_MAX, INT64_MIN, FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn
@@ -100,7 +100,8 @@ def remember(
     """Remember the plan of a put that was stored, if further ones like it are possible the short way."""
     if session_state.connections.local_unit() is None:
         return
-    if len(fields) != len(encoded) or len(encoded) > MAX_COLUMNS or len(encoded[0].lengths) > MAX_ROWS:
+    names = list(fields.keys())
+    if len(names) != len(encoded) or len(encoded) > MAX_COLUMNS or len(encoded[0].lengths) > MAX_ROWS:
         return
     is_list = []
     for column, value in zip(encoded, fields.values(), strict=True):
@@ -113,7 +114,7 @@ def remember(
     plans = session_state.put_plans
     if len(plans) >= MAX_PLANS:
         plans.clear()
-    plans[partition, *fields] = PutPlan(session_state.schemas.get(partition), encoded, is_list)
+    plans[partition, *names] = PutPlan(session_state.schemas.get(partition), encoded, is_list)
 
 
 class ShortPut(NamedTuple):
@@ -122,6 +123,7 @@ class ShortPut(NamedTuple):
 
     partition: str
     ids: list[str]
+    handles: tuple[Int64s, Int64s] | None
     mode: c.Mode
     names: list[str]
     plan: PutPlan
@@ -144,7 +146,10 @@ def prepare(
     listed: bool = False,
 ) -> ShortPut | None:
     """Return the put in its short form; None if it must take the general way. Changes nothing, and raises nothing."""
-    if type(names) is not list or not 0 < len(names) <= MAX_ROWS or type(partition) is not str:
+    handles = names.handles if type(names) is KVBatchMeta else None
+    if handles is None and type(names) is not list:
+        return None
+    if not 0 < len(names) <= MAX_ROWS or type(partition) is not str:
         return None
     if type(fields) is TensorDict:
         if fields.batch_size[:1] != (len(names),):
@@ -155,10 +160,12 @@ def prepare(
     plan = session_state.put_plans.get((partition, *field_names))
     if plan is None or plan.schema is not session_state.schemas.get(partition):
         return None
-    for name in names:
+    ids = names if handles is None else list(names.sample_ids)
+    for name in ids:
         if type(name) is not str:
             return None
-    count = len(names)
+    token_lengths = None if handles is None else names.sequence_lengths
+    count = len(ids)
     tag_values = {} if tags is None else _tag_values(tags, count)
     mode_of_rows = _MODES.get(mode) if type(mode) is str else None
     if tag_values is None or mode_of_rows is None:
@@ -170,7 +177,7 @@ def prepare(
         if column.dtype is None:
             found = _object_sources(column, value, count, lengths, session_state.config.pickles)
         else:
-            found = _tensor_sources(column, value, count, lengths)
+            found = _tensor_sources(column, value, count, lengths, token_lengths)
         if found is None:
             return None
         sources.append(found)
@@ -178,7 +185,8 @@ def prepare(
         sizes.append(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES)
     return ShortPut(
         partition,
-        names,
+        ids,
+        handles,
         mode_of_rows,
         field_names,
         plan,
@@ -208,9 +216,11 @@ def _tag_values(tags: Any, count: int) -> dict[str, tuple[Scalar, ...]] | None:
     return {name: tuple([mapping[name] for mapping in tags]) for name in tags[0]}
 
 
-def _tensor_sources(column: _Column, value: Any, count: int, lengths: list[int]) -> list[_Source] | None:
+def _tensor_sources(
+    column: _Column, value: Any, count: int, lengths: list[int], token_lengths: list[int] | None
+) -> list[_Source] | None:
     """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if they must take the
-    general way."""
+    general way, which cuts padded rows to the `token_lengths`."""
     if column.is_list and (type(value) is not list or len(value) != count):
         return None
     rows = value if column.is_list else (value,)
@@ -227,7 +237,10 @@ def _tensor_sources(column: _Column, value: Any, count: int, lengths: list[int])
         if not column.is_list:
             if shape[0] != count:
                 return None
-            lengths += [shape[1] if column.kind is FieldKind.JAGGED else 1] * count
+            width = shape[1] if column.kind is FieldKind.JAGGED else 1
+            if token_lengths is not None and column.kind is FieldKind.JAGGED and set(token_lengths) != {width}:
+                return None
+            lengths += [width] * count
         else:
             lengths.append(shape[0] if column.kind is FieldKind.JAGGED else 1)
         sources.append((row.data_ptr(), row.nbytes, row))
@@ -271,7 +284,9 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
             offset=portion.offset,
             plan=put.plan.encoded,
             lengths=tuple(put.lengths),
-            ids=tuple(put.ids),
+            ids=tuple(put.ids) if put.handles is None else (),
+            rows=() if put.handles is None else tuple(put.handles[0].tolist()),
+            generations=() if put.handles is None else tuple(put.handles[1].tolist()),
             checksums=checksums,
             tags=put.tags,
             listed=put.listed,
