@@ -41,6 +41,8 @@ class AsyncDataPlaneClient(AsyncCalls):
         self._emitter = EventEmitter(on_event)
         # Completed by the thread that opens the session.
         self._opening: Future[AsyncConnection] | None = None
+        # The session that the last call has used.
+        self._session: AsyncConnection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop and the process of `_opening`
         self._pid = os.getpid()
         self._closed = False
@@ -67,6 +69,7 @@ class AsyncDataPlaneClient(AsyncCalls):
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._closed = True
+        self._session = None
         opening = self._opening
         if opening is not None and self._pid == os.getpid() and self._loop is asyncio.get_running_loop():
             await until_done(opening)  # a pending first call may still open the session
@@ -105,7 +108,8 @@ class AsyncDataPlaneClient(AsyncCalls):
             raise ClientClosedError(why="it is bound to another event loop; create one client per event loop")
         opening = self._opening
         await until_done(opening)
-        return opening.result()
+        self._session = opening.result()
+        return self._session
 
     def _loop_closed(self) -> bool:
         return self._loop is not None and self._loop.is_closed()
@@ -114,8 +118,14 @@ class AsyncDataPlaneClient(AsyncCalls):
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """See `DataPlaneClient.perform`."""
-        connection = await self._connection()
-        return await connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))
+        connection = self._session
+        in_its_loop = self._loop is asyncio.get_running_loop() and self._pid == os.getpid()
+        if connection is None or not connection.usable or not in_its_loop:
+            connection = await self._connection()
+        steps = operation(connection.session_state, *args, **kwargs)
+        if self._emitter.on_event is not None:
+            steps = self._emitter.observed(steps, operation.__name__)
+        return await connection.run(steps)
 
 
 def _is_useless(opening: Future[AsyncConnection]) -> bool:

@@ -75,7 +75,8 @@ class AsyncConnection(Session):
         try:
             with (call := threading.Lock()):  # held as long as the call runs
                 try:
-                    self._post_leftovers()
+                    if any(self.session_state.releasable):
+                        self._post_leftovers()
                     result = await self._resume(operation, call)
                 finally:
                     self._copies.leave(call)
@@ -110,7 +111,10 @@ class AsyncConnection(Session):
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
                 try:
-                    outcome = await self._perform(step, operation, call)
+                    if type(step) is Send:
+                        outcome: Any = Sent(*await self._channel.call(step.command))
+                    else:
+                        outcome = await self._perform(step, operation, call)
                 except _DetachedError:
                     # Not thrown into the operation: `_finish` continues it in the background.
                     raise asyncio.CancelledError from None
@@ -124,11 +128,8 @@ class AsyncConnection(Session):
             return stop.value  # type: ignore[no-any-return]
 
     async def _perform(self, step: Step, operation: Operation[Any], call: threading.Lock) -> Any:
-        """Execute one step and return its outcome."""
+        """Execute one step other than `Send` and return its outcome."""
         match step:
-            case Send(command):
-                call_id, result = await self._channel.call(command)
-                return Sent(call_id, result)
             case Post(command):
                 self._channel.post(command)
             case Work():

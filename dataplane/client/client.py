@@ -484,4 +484,7 @@ class DataPlaneClient:
         """Execute a custom operation, written like those of `dataplane.client.operations`. Block as long as the
         operation does."""
         connection = self._connections.get()
-        return connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))
+        steps = operation(connection.session_state, *args, **kwargs)
+        if self._emitter.on_event is not None:
+            steps = self._emitter.observed(steps, operation.__name__)
+        return connection.run(steps)

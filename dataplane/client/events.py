@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from dataplane.client.operations.steps import Operation, Send, Step, T
 from dataplane.ledger import commands as c
@@ -14,8 +14,6 @@ from dataplane.ledger.commands.short import decode_plan
 from dataplane.ledger.state.arrays import total
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
 
 _NAMES = {"get_batch": "get", "consumed": "check_consumption", "register": "register_partition"}
 _BY_COMMAND = frozenset({"ask", "settle_claims"})
@@ -61,21 +59,7 @@ class EventEmitter:
         self.on_event = on_event
         self._failure_logged = False
 
-    def instrumented(
-        self,
-        operation: Callable[Concatenate[Any, P], Operation[T]],
-        session_state: Any,
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Operation[T]:
-        """Return the steps of the operation. They emit an event at the end if a callback is set."""
-        steps = operation(session_state, *args, **kwargs)
-        if self.on_event is None:
-            return steps
-        return self._with_event(steps, operation.__name__)
-
-    def _with_event(self, operation: Operation[T], name: str) -> Operation[T]:
+    def observed(self, operation: Operation[T], name: str) -> Operation[T]:
         """Return an operation with the same steps and result that emits an event at its end. name: of its function."""
         record = _OperationRecord(name)
         try:

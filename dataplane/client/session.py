@@ -209,6 +209,8 @@ class Session(ABC):
     def __init__(self, config: DataPlaneConfig, channel: OpenChannel, lock: SessionLock | None) -> None:
         self._config = config
         self._phase = Phase.OPEN
+        self.usable = True
+        """Whether calls may use the session: its phase is OPEN."""
         # The calls that have begun a copy.
         self._copies = InFlight()
         self.session_state = SessionState(
@@ -224,16 +226,12 @@ class Session(ABC):
         session_states().add(self.session_state)
         channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
 
-    @property
-    def usable(self) -> bool:
-        """Whether calls may use the session."""
-        return self._phase is Phase.OPEN
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.session_state.session}, {self._phase.value})"
 
     def _become(self, phase: Phase) -> None:
         assert phase in _NEXT[self._phase], (self._phase, phase)
+        self.usable = phase is Phase.OPEN
         self._phase = phase
 
     def _begin_copy(self, call: threading.Lock) -> None:
@@ -307,7 +305,8 @@ class Connection(Session):
             with (call := threading.Lock()):  # held as long as the call runs
                 self._enter(call)
                 try:
-                    self._post_leftovers()
+                    if any(self.session_state.releasable):
+                        self._post_leftovers()
                     result = self._resume(operation, call)
                 finally:
                     self._copies.leave(call)
@@ -331,7 +330,10 @@ class Connection(Session):
             step = next(operation)
             while True:
                 try:
-                    outcome = self._perform(step, call)
+                    if type(step) is Send:
+                        outcome: Any = Sent(*self._channel.call(step.command))
+                    else:
+                        outcome = self._perform(step, call)
                 except BaseException as error:
                     if is_interrupt(error):
                         raise
@@ -342,10 +344,8 @@ class Connection(Session):
             return stop.value  # type: ignore[no-any-return]
 
     def _perform(self, step: Step, call: threading.Lock) -> Any:
-        """Execute one step in the calling thread and return its outcome."""
+        """Execute one step other than `Send` in the calling thread and return its outcome."""
         match step:
-            case Send(command):
-                return Sent(*self._channel.call(command))
             case Post(command):
                 self._channel.post(command)
             case Work(run):

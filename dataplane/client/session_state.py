@@ -71,26 +71,27 @@ class _PinRef(weakref.ref[Pin]):
 
 class Pins:
     """The ids of `Locate` calls whose last view was deleted. Deletion runs no Python code of this class, because it may
-    happen at any point of any thread. `_living` only keeps the weak references alive, until `dropped` has yielded their
-    ids."""
+    happen at any point of any thread."""
 
     def __init__(self) -> None:
         self._living: set[_PinRef] = set()
-        self._dropped: collections.deque[_PinRef] = collections.deque()
+        """Keeps the weak references alive, until `dropped` has yielded their ids."""
+        self.gone: collections.deque[_PinRef] = collections.deque()
+        """References to deleted pins, until `dropped` has yielded their ids."""
 
     def take(self, call_id: int, hold: Hold | None) -> Pin:
         """Return a pin for the bytes of call `call_id`. `dropped()` yields the id after the last reference to the
         pin is gone."""
         pin = Pin(hold)
-        # When the pin is deleted, the interpreter appends its reference to `_dropped`.
-        reference = _PinRef(pin, self._dropped.append)
+        # When the pin is deleted, the interpreter appends its reference to `gone`.
+        reference = _PinRef(pin, self.gone.append)
         reference.call_id = call_id
         self._living.add(reference)
         return pin
 
     def dropped(self) -> Iterator[int]:
         """Yield the ids of deleted pins, and forget them."""
-        for reference in _taken(self._dropped):
+        for reference in _taken(self.gone):
             self._living.discard(reference)
             yield reference.call_id
 
@@ -233,6 +234,8 @@ class SessionState:
             config, session=session, lock=lock, memory=self.memory, copier=self.copier.copy
         )
         self.empty = from_pool(self.memory)
+        self.releasable = (self.pins.gone, self.preallocated.returned, self.connections.unstopped)
+        """If they are all empty, there are no `leftovers`."""
         self._lock = lock
         self._hold = None if lock is None else Hold(lock)
 

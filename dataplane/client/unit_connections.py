@@ -73,7 +73,7 @@ class UnitConnections:
         self._replaced: dict[int, int] = {}
         self._suspects: set[int] = set()  # units of a read or write that failed since they were last listed
         # Reservation -> unit -> epoch (0: unknown), for units that have not confirmed that they reject its writes.
-        self._unstopped: dict[int, dict[int, int]] = {}
+        self.unstopped: dict[int, dict[int, int]] = {}
         self._stopping_again = False  # whether the thread of `_stop_again` runs
         self._guard = threading.Lock()
         self._handshake = threading.Lock()
@@ -266,23 +266,23 @@ class UnitConnections:
         finally:  # also after an interrupt
             if unfinished:
                 with self._guard:
-                    self._unstopped[reservation] = {unit: epochs.get(unit, 0) for unit in unfinished}
+                    self.unstopped[reservation] = {unit: epochs.get(unit, 0) for unit in unfinished}
 
     def take_settled(self) -> list[int]:
         """Remove and return the reservations that `stop` could not stop but that no put can write to now: every
         unit has since confirmed, or has another epoch and thus rejects frames for an earlier one. A background
         thread retries the stop at the remaining units."""
-        if not self._unstopped:  # the usual case, without the lock
+        if not self.unstopped:  # the usual case, without the lock
             return []
         with self._guard:
             settled = [
                 reservation
-                for reservation, epochs in self._unstopped.items()
+                for reservation, epochs in self.unstopped.items()
                 if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())  # the unconfirmed units
             ]
             for reservation in settled:
-                del self._unstopped[reservation]
-            start_thread = bool(self._unstopped) and not self._stopping_again and not self._closed
+                del self.unstopped[reservation]
+            start_thread = bool(self.unstopped) and not self._stopping_again and not self._closed
             if start_thread:
                 self._stopping_again = True
         if start_thread:
@@ -290,18 +290,19 @@ class UnitConnections:
         return settled
 
     def _stop_again(self) -> None:
-        """Retry the stops of `_unstopped` and remove the units that confirm. A unit that does not respond is retried
-        after the next call of `take_settled`."""
+        """Retry the stops of `unstopped` and remove the units that confirm. A unit that does not
+        respond is retried after the next call of `take_settled`."""
         silent: set[int] = set()
         try:
             with self._guard:
-                unconfirmed = [(call_id, unit) for call_id, epochs in self._unstopped.items() for unit in epochs]
+                unstopped = self.unstopped.items()
+                unconfirmed = [(call_id, unit) for call_id, epochs in unstopped for unit in epochs]
             for reservation, unit in unconfirmed:
                 if unit in silent:  # waiting for it again would only take another timeout
                     continue
                 if self._confirms_stop(unit, reservation):
                     with self._guard:  # `take_settled` may have removed the reservation
-                        self._unstopped.get(reservation, {}).pop(unit, None)
+                        self.unstopped.get(reservation, {}).pop(unit, None)
                 else:
                     silent.add(unit)
         finally:

@@ -77,16 +77,15 @@ NAMES = frozenset(
 )
 """Names of all failpoints. `call.*.before` stands for `call.Commit.before` and the same name of every other command."""
 
-_armed: dict[str, Callable[[], None]] = {}
-"""The action of each armed failpoint."""
+armed: dict[str, Callable[[], None]] = {}
+"""The action of each armed failpoint. Frequent code tests it before it calls `failpoint`."""
 
 
 def failpoint(name: str) -> None:
     """Run the action that is armed at failpoint `name`, if any."""
-    if _armed:
-        action = _armed.get(name)
-        if action is not None:
-            action()
+    action = armed.get(name)
+    if action is not None:
+        action()
 
 
 def general(name: str) -> str:
@@ -101,9 +100,9 @@ def arm(name: str, action: Callable[[], None]) -> None:
     `NAMES`."""
     if general(name) not in NAMES:
         raise ValueError(f"unknown failpoint {name!r}; see dataplane.core.failpoints.NAMES")
-    _armed[name] = action
+    armed[name] = action
 
 
 def disarm() -> None:
     """Disarm all failpoints."""
-    _armed.clear()
+    armed.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 
 class InFlight:
@@ -16,6 +17,9 @@ class InFlight:
         # The locks of the registered calls. Calls whose lock is held are active.
         self._calls: set[threading.Lock] = set()
         self._shut = False
+        self.leave: Callable[[threading.Lock], None] = self._calls.discard
+        """Remove the call, if it is registered. It is a method of the set, without a call of ours:
+        most callers have not registered."""
 
     def __len__(self) -> int:
         return sum(call.locked() for call in self._calls.copy())
@@ -31,10 +35,6 @@ class InFlight:
             self.leave(call)
             return False
         return True
-
-    def leave(self, call: threading.Lock) -> None:
-        """Remove the call, if it is registered."""
-        self._calls.discard(call)
 
     def hand_over(self, call: threading.Lock) -> threading.Lock:
         """Register a new lock and return it held, for background work that continues a registered call and releases the
@@ -53,12 +53,12 @@ class InFlight:
         """Wait until all calls have ended, for at most `timeout_s`. Return the number of calls still active."""
         end = time.monotonic() + timeout_s
         while True:
-            active = sum(not _wait_for_end(call, end) for call in self._calls.copy())
+            active = sum(not wait_for_end(call, end) for call in self._calls.copy())
             if active or not len(self):  # not: a call has handed over meanwhile
                 return active
 
 
-def _wait_for_end(call: threading.Lock, end: float) -> bool:
+def wait_for_end(call: threading.Lock, end: float) -> bool:
     """Wait until the call that holds this lock has released it, at most until the time `end`. Return whether it has."""
     if not call.acquire(timeout=max(0.0, end - time.monotonic())):
         return False

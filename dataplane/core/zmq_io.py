@@ -21,7 +21,8 @@ from dataplane.core.addresses import bracketed
 
 NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE)
-_POLLIN = int(zmq.POLLIN)
+EVENTS = int(zmq.EVENTS)
+POLLIN = int(zmq.POLLIN)
 _EVENT = struct.Struct("=Hi")
 
 
@@ -70,7 +71,7 @@ def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
 
 def readable(socket: zmq.Socket[Any]) -> bool:
     """Whether a message has arrived."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+    return bool(int(socket.get(EVENTS)) & POLLIN)
 
 
 LONGEST_MS = 1 << 30

@@ -8,7 +8,6 @@ up to `MAX_JOINED` requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -41,13 +40,14 @@ _TLS_PEER_BYTES = 0x16 - 1
 MAX_JOINED = 32
 """Maximum number of requests in a message. Their replies are sent together, so the first waits for the last."""
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw]).decode
 
 
 def request(item: c.Input) -> list[bytes]:
     """Return the frames of an input: one, or several if its encoded form is long. Raises `RequestTooLargeError`."""
     body = messages.encode(item)
-    check_size(body, f"a {type(item.command if isinstance(item, c.Call) else item).__name__} command")
+    if len(body) > MAX_MESSAGE_BYTES:
+        named = item.command if isinstance(item, c.Call) else item
+        check_size(body, f"a {type(named).__name__} command")
     if len(body) <= REQUEST_FRAME_BYTES:
         return [body]
     return [body[start : start + REQUEST_FRAME_BYTES] for start in range(0, len(body), REQUEST_FRAME_BYTES)]
@@ -114,8 +114,7 @@ def refusal(call_id: int, error: DataPlaneError) -> bytes:
     return _encode((call_id, name, msgspec.Raw(facts)))
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A reply: the id of its call (0: none), and the body, or the error's name and facts. outcome: "ok", or the
     name of the error."""
 
@@ -125,11 +124,8 @@ class Reply:
 
     @classmethod
     def parse(cls, frames: Sequence[bytes]) -> list[Reply]:
-        """Parse a message of one or more replies, a frame each. Raises `InternalError` if it is malformed."""
-        try:
-            return [cls(*_decode(frame)) for frame in frames]
-        except messages.MALFORMED as error:
-            raise InternalError(what=f"malformed reply on the ZMQ connection ({error})") from error
+        """Parse a message of one or more replies, a frame each. Raises as `decode_reply`."""
+        return [decode_reply(frame) for frame in frames]
 
     @property
     def error(self) -> DataPlaneError | None:
@@ -142,6 +138,17 @@ class Reply:
         if error is not None:
             raise error
         return self.body
+
+
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Decode the frame of a reply. Raises `InternalError` if it is malformed."""
+    try:
+        return _decode_reply(frame)
+    except messages.MALFORMED as error:
+        raise InternalError(what=f"malformed reply on the ZMQ connection ({error})") from error
 
 
 class Welcome(c.Value, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import zmq
 
 from dataplane.client.rpc import call_socket, pending_calls
 from dataplane.client.rpc.async_channel import AsyncChannel
+from dataplane.client.rpc.call_socket import WaitingCall
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.core import failpoints
@@ -88,7 +89,6 @@ def test_a_lost_answer_is_asked_for_again(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(pending_calls.OutgoingCall.__init__, "__defaults__", (0.1,))
 
     async def script(channel: AsyncChannel) -> None:
         ledger.answer = lambda call: (
@@ -106,7 +106,6 @@ def test_a_callback_that_an_interrupt_lost_delays_a_call_only(
     scripted: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(pending_calls.OutgoingCall.__init__, "__defaults__", (0.1,))
 
     async def script(channel: AsyncChannel) -> None:
         with monkeypatch.context() as patch:
@@ -143,10 +142,22 @@ def test_closing_wakes_waiting_calls(scripted: Controller, ledger: ScriptedLedge
     assert len(ledger.of(c.Bye)) == 1
 
 
+class Running(WaitingCall):
+    """A call that does not end."""
+
+    ended = True
+
+    def __init__(self) -> None:
+        self.active = threading.Lock()
+
+    def end(self, outcome: object) -> None:
+        """Do nothing."""
+
+
 def test_a_cancelled_close_continues(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with (call := threading.Lock()):  # as if a call was still cleaning up
-            channel._in_flight.enter(call)
+        channel._waiting[9] = running = Running()
+        with running.active:  # as if a call was still cleaning up
             closing = asyncio.create_task(channel.close())
             await asyncio.sleep(0)
             closing.cancel()
@@ -200,7 +211,6 @@ def test_a_dead_address_is_an_error_at_once() -> None:
 
 def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(pending_calls.OutgoingCall.__init__, "__defaults__", (0.1,))
     controller = Controller(QUICK, ledger=ledger, epoch=1).start()
 
     async def script(channel: AsyncChannel) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -17,6 +18,7 @@ from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.controller.controller import Controller
 from dataplane.errors import CallTimeoutError, ClientClosedError, InternalError, ServiceUnavailableError
 from dataplane.ledger import commands as c
+from dataplane.ledger.encoding import messages as messages_of
 from dataplane.protocol import zmq_frames
 from tests.controller.service import (  # noqa: F401
     NEVER_S,
@@ -97,7 +99,7 @@ def sealing(channel: ControllerChannel, threads: ThreadPoolExecutor, number: int
 
 def poller(channel: ControllerChannel) -> Any:
     """The call whose thread polls for all, once there is one."""
-    wait_until(lambda: channel._poller is not None and channel._poller.polling, "a thread polls")
+    wait_until(lambda: channel._poller and channel._poller.waker is not None, "a thread polls")
     return channel._poller
 
 
@@ -108,12 +110,11 @@ def test_requests_of_threads_that_send_at_one_moment_share_messages(
     assert messages == [1]
     with channel._use:  # as if another thread sent right now
         calls = [threads.submit(seal, channel, f"p{number}") for number in range(40)]
-        wait_until(lambda: len(channel._socket._outbox) == 40, "all requests are there")
+        wait_until(lambda: len(channel._socket.outbox) == 40, "all requests are there")
     for call in calls:
         call.result(WAIT_S)
     assert messages == [1, 32, 8]
     assert not channel._socket.waiting
-    assert not len(channel._in_flight)
 
 
 def test_another_thread_polls_when_the_reply_of_the_first_has_arrived(
@@ -126,6 +127,36 @@ def test_another_thread_polls_when_the_reply_of_the_first_has_arrived(
         channel.post(c.Release(located=call_id))
         calls.pop(call_id).result(WAIT_S)
         assert not any(call.done() for call in calls.values())
+
+
+def test_a_third_thread_polls_if_the_one_that_is_woken_to_poll_has_its_reply_already(
+    channel: ControllerChannel,
+    ledger: LateLedger,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that sends receives replies of others."""
+    ledger.late = True
+    calls = sealing(channel, threads, 3)
+    first = poller(channel)
+    woken: list[int] = []
+    wake = type(first).wake
+
+    def answered_and_woken(waiting: Any) -> None:
+        if waiting is not first and not woken:
+            woken.append(waiting.outgoing.call_id)
+            body = msgspec.Raw(messages_of.encode(c.Done()))
+            waiting.outcome = zmq_frames.Reply(waiting.outgoing.call_id, zmq_frames.OK, body)
+        wake(waiting)
+
+    monkeypatch.setattr(type(first), "wake", answered_and_woken)
+    channel.post(c.Release(located=first.outgoing.call_id))
+    calls.pop(first.outgoing.call_id).result(WAIT_S)
+    calls.pop(woken[0]).result(WAIT_S)
+    [(last, call)] = calls.items()
+    assert poller(channel).outgoing.call_id == last
+    channel.post(c.Release(located=last))
+    call.result(WAIT_S)
 
 
 def test_a_call_that_another_thread_ends_wakes_the_thread_that_polls(
@@ -169,13 +200,13 @@ def test_a_malformed_reply_fails_all_calls_with_an_exception_for_each(
 ) -> None:
     ledger.late = True
     calls = sealing(channel, threads, 2).values()
-    arrived = call_socket.arrived_replies
-    malformed = [[b"?"]]
-    monkeypatch.setattr(
-        call_socket,
-        "arrived_replies",
-        lambda dealer: iter([zmq_frames.Reply.parse(malformed.pop())]) if malformed else arrived(dealer),
-    )
+    decode = zmq_frames.decode_reply
+    malformed = [b"?"]
+
+    def decoded(frame: bytes) -> zmq_frames.Reply:
+        return decode(malformed.pop() if malformed else frame)
+
+    monkeypatch.setattr(zmq_frames, "decode_reply", decoded)
     channel.post(c.Release(located=1))
     errors = [call.exception(WAIT_S) for call in calls]
     assert all(isinstance(error, InternalError) and "malformed" in str(error) for error in errors)
@@ -218,7 +249,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
             seal(channel, "p")
         channel.post(c.Release(located=1))
         assert channel._calls._call_ids.unanswered == 1
-        assert not len(channel._in_flight)
+        assert not channel._socket.waiting
     seal(channel, "p")
     for outgoing in channel._calls.due(all_of_them=True):
         channel._send_once(outgoing)

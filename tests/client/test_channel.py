@@ -67,7 +67,6 @@ def real() -> Iterator[Controller]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are repeated after a tenth of a second."""
     monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(pending_calls.OutgoingCall.__init__, "__defaults__", (0.1,))
 
 
 def register(channel: ControllerChannel) -> None:

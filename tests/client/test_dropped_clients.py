@@ -31,7 +31,7 @@ from dataplane import (
     connect_async,
     serve,
 )
-from dataplane.client import async_session, preallocated, session_state, unit_connections
+from dataplane.client import async_session, preallocated, unit_connections
 from dataplane.client import session as sessions
 from dataplane.client.preallocated import PreallocatedBuffer
 from dataplane.client.rpc import call_socket, channel, heartbeat
@@ -225,7 +225,7 @@ def signalled(real: Callable[..., Any]) -> Callable[..., Any]:
 POINTS = [
     (call_socket.CallSocket, "exchange"),  # while it holds the socket of all threads
     (unit_connections.UnitConnections, "write"),  # while it copies
-    (session_state.SessionState, "leftovers"),
+    (sessions.Connection, "_resume"),
     (channel.ControllerChannel, "_leave"),
 ]
 

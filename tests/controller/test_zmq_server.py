@@ -177,7 +177,7 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
         count(messages, "decode_request", "requests read")
         count(zmq_server, "body_of", "replies written")
         count(zmq_io, "send", "requests sent")
-        count(zmq_io, "receive", "replies received")
+        count(zmq_frames, "decode_reply", "replies received")
         count(zmq_frames, "request", "requests written")
         count(messages, "decode_result", "replies read")
         for _ in range(CALLS):

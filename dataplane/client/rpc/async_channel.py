@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import logging
+import math
 import os
 import threading
 import time
@@ -21,14 +21,11 @@ from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
-from dataplane.core.failpoints import failpoint
-from dataplane.core.in_flight import InFlight
-from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
+from dataplane.core.failpoints import armed, failpoint
+from dataplane.errors import ClientClosedError, DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -98,9 +95,8 @@ class AsyncChannel(OpenChannel):
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
-    Requests of one turn of the event loop share messages. `_reads` is the descriptor of `_socket` that the loop
-    watches, -1 if none. Nothing relies on one callback of the loop, which an interrupt in asyncio can lose: the
-    resend of a call and every heartbeat do what is due.
+    Requests of one turn of the event loop share messages. Nothing relies on one callback of the
+    loop, which an interrupt in asyncio can lose: every heartbeat does what is due.
     """
 
     def __init__(
@@ -118,9 +114,11 @@ class AsyncChannel(OpenChannel):
         self._loop = loop
         self._socket: CallSocket[_Waiting] = CallSocket(context, self._calls)
         self._waiting = self._socket.waiting
+        # The descriptor of `_socket` that the loop watches, -1 if none.
         self._reads = -1
-        # The pending calls. `close` waits for them.
-        self._in_flight = InFlight()
+        # Calls `_check_waiting` at `_check_at`, which is at most the `wake_at` of any waiting call.
+        self._timer: asyncio.TimerHandle | None = None
+        self._check_at = math.inf
         # See `end_in_loop`.
         self._ending: Callable[[], object] | None = None
         # Completed by the thread that closes the channel.
@@ -159,51 +157,60 @@ class AsyncChannel(OpenChannel):
     async def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
         """Send a command as `ControllerChannel.call`. Cancellation releases the resources that the command may have
         acquired."""
-        name = type(command).__name__
-        self._calls.check()
-        failpoint(f"call.{name}.before")
-        outgoing = self._calls.begin(command, timeout_s)
-        with (active := threading.Lock()):  # held as long as the call runs
-            self._in_flight.enter(active)
+        calls = self._calls
+        if calls.ended is not None or calls.lost or self._pid != os.getpid():
+            calls.check()
+        if armed:
+            failpoint(f"call.{type(command).__name__}.before")
+        outgoing = calls.begin(command, timeout_s)
+        waiting = _Waiting(outgoing, self._loop)
+        with waiting.active:
+            self._waiting[outgoing.call_id] = waiting
             try:
-                reply = await self._exchange(outgoing)
-                failpoint(f"call.{name}.after")
-                return outgoing.call_id, self._calls.settle(outgoing, reply)
+                self._send(outgoing.frames)
+                if outgoing.wake_at < self._check_at:
+                    self._check_by(outgoing.wake_at)
+                reply = await waiting.answered
+                if armed:
+                    failpoint(f"call.{type(command).__name__}.after")
+                return outgoing.call_id, calls.settle(outgoing, reply)
             except (Exception, asyncio.CancelledError):
                 self._abandon(outgoing)
                 raise
             finally:
                 self._waiting.pop(outgoing.call_id, None)
-                self._in_flight.leave(active)
 
-    async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
-        """Send the call and return its reply; resend it after silence, until its deadline (see `prepare_resend`). The
-        call stays in `_waiting` until `call` removes it."""
-        waiting = self._waiting[outgoing.call_id] = _Waiting(outgoing, self._loop)
-        answered = waiting.answered
-        self._send(outgoing.frames)
-        while True:
-            await asyncio.wait([answered], timeout=max(0.0, outgoing.wake_at - time.monotonic()))
-            if answered.done():
-                return answered.result()
-            self._calls.check()
-            if time.monotonic() >= outgoing.wake_at:
-                self._send(self._calls.prepare_resend(outgoing))
-                self._use_socket()
+    def _check_by(self, when: float) -> None:
+        """Check the waiting calls at this time (`time.monotonic`), earlier than planned."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._check_at = when
+        delay_s = max(0.0, when - time.monotonic())
+        self._timer = self._loop.call_later(delay_s, self._run_callback, self._check_waiting)
 
-    def _send_once(self, outgoing: OutgoingCall) -> None:
-        try:
-            self._send(outgoing.frames)
-        except ServiceUnavailableError as error:
-            log.warning("%s will be sent later: %s", outgoing.command.__name__, error)
+    def _check_waiting(self) -> None:
+        """Resend the waiting calls without a reply whose `wake_at` has come. Those that are
+        impossible now, or whose deadline has passed, fail (see `prepare_resend`)."""
+        self._check_at = math.inf
+        for waiting in list(self._waiting.values()):
+            outgoing = waiting.outgoing
+            try:
+                if time.monotonic() >= outgoing.wake_at and not waiting.ended:
+                    self._send(self._calls.prepare_resend(outgoing))
+            except DataPlaneError as error:
+                waiting.end(error)
+            if outgoing.wake_at < self._check_at and not waiting.ended:
+                self._check_by(outgoing.wake_at)
+        self._use_socket()
 
     def _send(self, frames: list[bytes]) -> None:
         """Send a request at the end of this turn of the event loop. Raises as `CallSocket.open`."""
-        self._socket.open()
         if self._reads < 0:
+            self._socket.open()
             self._reads = self._socket.fd
             self._loop.add_reader(self._reads, self._use_socket)
-        if self._socket.add(frames):
+        self._socket.outbox.append(frames)
+        if len(self._socket.outbox) == 1:
             self._loop.call_soon(self._use_socket)
 
     def _use_socket(self) -> None:
@@ -252,15 +259,15 @@ class AsyncChannel(OpenChannel):
             raise
 
     def _maintain(self) -> None:
-        """Resend unanswered posted calls, post the commands of `leftovers`, and read what has arrived; or end the
-        session (see `end_in_loop`)."""
+        """Resend unanswered calls, post the commands of `leftovers`, and read what has arrived; or
+        end the session (see `end_in_loop`)."""
         if self._ending is not None:
             self._ending()
         if not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
             self._post_leftovers()
-            self._use_socket()
+            self._check_waiting()
 
     def _schedule_reconnect(self) -> None:
         """Schedule `_reconnect` in the loop; if the session has moved, first pass its storage units to `on_units`. The
@@ -275,10 +282,8 @@ class AsyncChannel(OpenChannel):
         fail."""
         self._close_socket()  # `_send` opens another one
         for waiting in list(self._waiting.values()):
-            try:
-                self._send(self._calls.prepare_resend(waiting.outgoing))
-            except DataPlaneError as error:
-                waiting.end(error)
+            waiting.outgoing.wake_at = 0.0
+        self._check_waiting()
         if not self._calls.unreachable:
             for outgoing in self._calls.due(all_of_them=True):
                 self._send_once(outgoing)
@@ -346,7 +351,7 @@ class AsyncChannel(OpenChannel):
         return self._closed
 
     def _close(self, owes_bye: bool) -> None:
-        self._in_flight.wait(CLOSE_S)  # until the failed calls have cleaned up
+        self._socket.wait_until_ended(CLOSE_S)  # until the failed calls have cleaned up
         self._free(owes_bye)
 
     def _free(self, owes_bye: bool) -> None:

@@ -73,8 +73,6 @@ class CallIds:
     def confirmed(self) -> tuple[int, ...]:
         """Ranges of answered ids above the watermark that the service may not have seen: first, last, first,
         ..."""
-        if not self._settled:
-            return ()
         watermark = self.watermark
         ranges = islice(self._settled, MOST_RANGES)
         # The watermark covers ranges that end below it.
@@ -88,10 +86,10 @@ class CallIds:
     def issue(self, command: Command, *, now: float, posted: bool = False) -> Call:
         """Assign a new id to `command`, which is about to be sent. `posted`: no caller waits for it; `due`
         returns it for resending."""
-        entry = _Open(command, posted, now, self._count_listed())
-        call_id = self._next  # from here on nothing is allocated: no finalizer can make a call between the steps
+        call_id = self._next
+        listed = self._count_listed() if self._settled else self._settled_count
+        self._open[call_id] = _Open(command, posted, now, listed)
         self._next += 1
-        self._open[call_id] = entry
         return self._call(call_id)
 
     def repeat(self, call_id: int, *, now: float) -> Call:
@@ -110,7 +108,8 @@ class CallIds:
         entry = self._open.get(call_id)
         if entry is None or entry.abandoned:
             return
-        if processed:  # drop the ids that this call listed, without those dropped since
+        if processed and entry.listed > self._forgotten_count:
+            # Drop the ids that this call listed, without those dropped since.
             self._forget(entry.listed - self._forgotten_count)
         self._settle(call_id)
         if entry.settles is not None:
@@ -139,8 +138,9 @@ class CallIds:
         return [call_id for call_id, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
 
     def _settle(self, call_id: int) -> None:
-        """Move an open call to the settled ones. Idempotent."""
-        if self._open.pop(call_id, None) is None:
+        """Remove an open call. Add its id to the settled ones, which calls list, unless the
+        watermark covers it. Idempotent."""
+        if self._open.pop(call_id, None) is None or next(iter(self._open), call_id) >= call_id:
             return
         if self._settled and self._settled[-1][1] == call_id - 1:
             self._settled[-1][1] = call_id
@@ -159,9 +159,9 @@ class CallIds:
         return self._forgotten_count + sum([last - first + 1 for first, last in islice(self._settled, MOST_RANGES)])
 
     def _forget(self, count: int) -> None:
-        """Drop the oldest `count` ids of `_settled`: the service has them, or derives them from the watermark. Do
-        nothing if `count` is negative."""
-        self._forgotten_count += max(0, count)
+        """Drop the oldest `count` ids of `_settled`: the service has them, or derives them from the
+        watermark."""
+        self._forgotten_count += count
         while count > 0:
             first, last = oldest = self._settled[0]
             if last - first >= count:
@@ -175,8 +175,8 @@ class CallIds:
         return Call(
             session=self.session,
             call_id=call_id,
-            watermark=self.watermark if self.confirms else 0,
-            confirmed=self.confirmed if self.confirms else (),
+            watermark=next(iter(self._open)) if self.confirms else 0,
+            confirmed=self.confirmed if self._settled and self.confirms else (),
             command=self._open[call_id].command,
         )
 

@@ -18,10 +18,9 @@ from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
-from dataplane.core.failpoints import failpoint
-from dataplane.core.in_flight import InFlight
+from dataplane.core.failpoints import armed, failpoint
 from dataplane.core.zmq_io import Waker
-from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError, from_wire, to_wire
+from dataplane.errors import ClientClosedError, DataPlaneError, from_wire, to_wire
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
@@ -30,39 +29,35 @@ log = logging.getLogger(__name__)
 
 
 class _Waiting(WaitingCall):
-    """A call whose thread waits: it polls for all threads, or sleeps until another thread wakes it.
+    """A call whose thread waits: it polls for all threads, or sleeps until another one wakes it.
 
-    `active` is held while the call waits. `polling` is set while the thread polls, which `waker` ends.
-    """
+    It sets `waker` or `asleep` before it looks whether to wait; other threads change what it looks
+    at before they call `wake`."""
 
-    def __init__(self, outgoing: OutgoingCall, waker: Waker) -> None:
-        super().__init__(outgoing)
-        self.outcome: zmq_frames.Reply | DataPlaneError | None = None
-        self.active = threading.Lock()
-        self.polling = False
-        self._waker = waker
-        self._asleep = threading.Lock()  # taken by a thread that sleeps, released by the one that wakes it
-        self._asleep.acquire()
+    outcome: zmq_frames.Reply | DataPlaneError | None = None
+    waker: Waker | None = None
+    """Ends the poll of the thread, while it polls."""
+    asleep: threading.Lock | None = None
+    """Taken by the thread when it sleeps, released by the one that wakes it. None: not yet used."""
 
     @property
     def ended(self) -> bool:
-        return self.outcome is not None or not self.active.locked()
+        return self.outcome is not None
 
     def end(self, outcome: zmq_frames.Reply | DataPlaneError) -> None:
         if self.outcome is None:
             self.outcome = outcome
-            self.wake()
-
-    def sleep(self, timeout_s: float) -> None:
-        """Wait for `wake`, which may have been called already."""
-        self._asleep.acquire(timeout=timeout_s)
+            if self.waker is not None or self.asleep is not None:
+                self.wake()
 
     def wake(self) -> None:
-        """End `sleep` or the poll of the thread, now or the next time."""
-        with contextlib.suppress(RuntimeError):  # it was released already
-            self._asleep.release()
-        if self.polling:
-            self._waker.wake()
+        """End the sleep or the poll of the thread, now or the next time."""
+        if self.asleep is not None:
+            with contextlib.suppress(RuntimeError):  # it was released already
+                self.asleep.release()
+        waker = self.waker
+        if waker is not None:
+            waker.wake()
 
 
 class ControllerChannel(OpenChannel):
@@ -90,7 +85,9 @@ class ControllerChannel(OpenChannel):
         # The call whose thread polls. `_guard` protects it.
         self._poller: _Waiting | None = None
         self._guard = threading.Lock()
-        self._in_flight = InFlight()
+        # For the thread that polls: watches `_waker`, and the socket's `_polled_fd` if it has one.
+        self._poll = select.poll()
+        self._polled_fd: int | None = None
         self._closing = False
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._maintain, moved=self._reconnect
@@ -134,14 +131,17 @@ class ControllerChannel(OpenChannel):
         durable service, after waiting `config.reconnect_s` for its restart); `ClientClosedError` if `close` is
         called in the meantime. On any failure, resources that the command may have acquired are released.
         """
-        name = type(command).__name__
-        self._calls.check()
-        failpoint(f"call.{name}.before")
-        outgoing = self._calls.begin(command, timeout_s)
+        calls = self._calls
+        if calls.ended is not None or calls.lost or self._pid != os.getpid():
+            calls.check()
+        if armed:
+            failpoint(f"call.{type(command).__name__}.before")
+        outgoing = calls.begin(command, timeout_s)
         try:
             reply = self._exchange(outgoing)
-            failpoint(f"call.{name}.after")
-            return outgoing.call_id, self._calls.settle(outgoing, reply)
+            if armed:
+                failpoint(f"call.{type(command).__name__}.after")
+            return outgoing.call_id, calls.settle(outgoing, reply)
         except Exception:
             self._abandon(outgoing)
             raise
@@ -149,12 +149,13 @@ class ControllerChannel(OpenChannel):
     def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence and after a reconnection, until its deadline (see
         `prepare_resend`)."""
-        waiting = _Waiting(outgoing, self._waker)
+        waiting = _Waiting(outgoing)
         with waiting.active:
-            if not self._in_flight.enter(waiting.active):
-                raise ClientClosedError()
             self._socket.waiting[outgoing.call_id] = waiting
             try:
+                # The call was added before: either it sees the session's end, or `end` sees it.
+                if self._calls.ended is not None:
+                    self._calls.check_open()
                 self._send(outgoing.frames)
                 while waiting.outcome is None:
                     self._wait(waiting)
@@ -167,13 +168,6 @@ class ControllerChannel(OpenChannel):
         if isinstance(waiting.outcome, DataPlaneError):
             raise from_wire(*to_wire(waiting.outcome))  # a new exception for each thread
         return waiting.outcome
-
-    def _send_once(self, outgoing: OutgoingCall) -> None:
-        """See `OpenChannel`. The reply is read by the next call or by `_maintain`."""
-        try:
-            self._send(outgoing.frames)
-        except ServiceUnavailableError as error:
-            log.warning("%s will be sent later: %s", outgoing.command.__name__, error)
 
     def _maintain(self) -> None:
         """Process responses to posted calls, resend the unanswered ones, and post the commands of `leftovers`. The
@@ -191,8 +185,9 @@ class ControllerChannel(OpenChannel):
     # --- the shared socket
 
     def _send(self, frames: list[bytes]) -> None:
-        """Send a request, or leave it to another thread that is about to send. Raises as `CallSocket.open`."""
-        self._socket.add(frames)
+        """Send a request, or leave it to another thread that is about to send. Replies to posted
+        calls are read by the next call or by `_maintain`."""
+        self._socket.outbox.append(frames)
         self._use_socket()
 
     def _use_socket(self) -> None:
@@ -207,43 +202,46 @@ class ControllerChannel(OpenChannel):
 
     def _wait(self, waiting: _Waiting) -> None:
         """Wait until the call has ended or must be checked, and poll the socket unless another thread does."""
-        timeout_s = max(0.0, waiting.outgoing.wake_at - time.monotonic())
-        if not self._polls(waiting):
-            waiting.sleep(timeout_s)
-            return
-        poll = select.poll()
-        poll.register(self._waker.fd, select.POLLIN)
-        if (fd := self._socket.fd) >= 0:
-            poll.register(fd, select.POLLIN)
-        woken = False
-        waiting.polling = True
-        if waiting.outcome is None:  # read after `polling` was set, which makes `end` wake this poll
-            woken = any(source == self._waker.fd for source, _ in poll.poll(int(1000 * timeout_s) + 1))
-        waiting.polling = False
-        if woken and not self._closing:  # otherwise all threads must wake up
-            self._waker.clear()
+        with self._guard:
+            if self._poller is None:
+                self._poller = waiting
+            elif self._poller is not waiting and waiting.asleep is None:
+                waiting.asleep = threading.Lock()
+                waiting.asleep.acquire()
+        if self._poller is waiting:
+            self._poll_socket(waiting)
+        elif waiting.asleep is not None and waiting.outcome is None:
+            waiting.asleep.acquire(timeout=max(0.0, waiting.outgoing.wake_at - time.monotonic()))
+
+    def _poll_socket(self, waiting: _Waiting) -> None:
+        """Wait until the call has ended or must be checked, in the thread that polls for all."""
+        if self._polled_fd != self._socket.fd:
+            self._poll = select.poll()
+            self._poll.register(self._waker.fd, select.POLLIN)
+            self._polled_fd = self._socket.fd
+            if self._polled_fd >= 0:
+                self._poll.register(self._polled_fd, select.POLLIN)
+        waiting.waker = self._waker
+        if waiting.outcome is None:
+            left_s = max(0.0, waiting.outgoing.wake_at - time.monotonic())
+            events = self._poll.poll(int(1000 * left_s) + 1)
+            woken = (self._waker.fd, select.POLLIN) in events
+            if woken and not self._closing:  # while it closes, all threads must wake up
+                self._waker.clear()
+        waiting.waker = None
         self._use_socket()
 
-    def _polls(self, waiting: _Waiting) -> bool:
-        """Return whether the thread of this call polls for all; it does if no other one does."""
-        if self._poller is not waiting:
-            with self._guard:
-                if self._poller is not None:
-                    return False
-                self._poller = waiting
-        return True
-
     def _leave(self, waiting: _Waiting) -> None:
-        """Remove the call. If its thread has polled, wake one that waits, to poll from now on."""
+        """Remove the call. If no thread polls for those that wait, wake one of them to poll."""
         self._socket.waiting.pop(waiting.outgoing.call_id, None)
-        self._in_flight.leave(waiting.active)
-        if self._poller is not waiting:
-            return
-        self._poller = None
-        for other in self._waiting():
-            if not other.ended:
-                other.wake()
-                break
+        if self._poller is waiting:
+            with self._guard:  # whoever found this poller has set `asleep`
+                self._poller = None
+        if self._poller is None and self._socket.waiting:
+            for other in self._waiting():
+                if other.outcome is None:
+                    other.wake()
+                    break
 
     def _waiting(self) -> list[_Waiting]:
         return list(self._socket.waiting.values())  # a copy, because other threads add and remove calls
@@ -251,7 +249,7 @@ class ControllerChannel(OpenChannel):
     def _resend_all(self) -> None:
         """Wake all threads that wait for replies. They check whether calls are possible, and resend theirs."""
         for waiting in self._waiting():
-            waiting.outgoing.resend_at = 0.0
+            waiting.outgoing.wake_at = 0.0
             waiting.wake()
 
     def _reconnect(self) -> None:
@@ -275,7 +273,6 @@ class ControllerChannel(OpenChannel):
         """Let all calls fail with this error, also those that wait. Free nothing, and do not block."""
         self._closing = True
         self._calls.end(error)
-        self._in_flight.shut()
         self._waker.wake()
         self._resend_all()  # they raise
 
@@ -293,7 +290,7 @@ class ControllerChannel(OpenChannel):
             self._post_leftovers()
         owes_bye = self._calls.owes_bye  # read before `end`, after which it is always False
         self.end(ClientClosedError())
-        active = self._in_flight.wait(CLOSE_S)
+        active = self._socket.wait_until_ended(CLOSE_S)
         if owes_bye:
             say_bye(self._context, self._calls)
         if active:

@@ -5,16 +5,17 @@ This module uses no sockets: the sync and the async channel send the frames and 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dataplane.client.rpc.call_ids import CallIds
 from dataplane.client.rpc.handshake import OpenedSession
 from dataplane.config import DataPlaneConfig
-from dataplane.core.failpoints import failpoint
+from dataplane.core.failpoints import armed, failpoint
 from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
@@ -34,6 +35,8 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
 
+log = logging.getLogger(__name__)
+
 RESEND_S = 2.0
 """Time without a response after which a call is resent under its id."""
 RESEND_GROWTH = 1.5
@@ -47,27 +50,27 @@ _NOT_PROCESSED = _NOT_EXECUTED | {
     InvalidRequestError.__name__,
 }
 """Errors after which the ledger may not have seen the call or its confirmed ids."""
+_PATIENT = (c.Allocate, c.FindCells, c.Claim)
+"""The commands that can wait at the service."""
 
 
 @dataclass(slots=True)
 class OutgoingCall:
-    """A pending call: the type of its command, its frames, and the times of its first sending (`since`), of its next
-    resend and of its deadline (`time.monotonic`). resend_s: the current interval of resends. doubted: a reply reported
-    the end of the session, which is being checked or was checked."""
+    """A pending call. Times are of `time.monotonic`."""
 
     call_id: int
     command: type[c.Command]
     frames: list[bytes]
     since: float
+    """When it was sent first."""
     deadline: float
-    resend_at: float
-    resend_s: float = RESEND_S
-    doubted: bool = field(default=False, init=False)
-
-    @property
-    def wake_at(self) -> float:
-        """When the channel must check the call again, with or without a response."""
-        return min(self.deadline, self.resend_at)
+    wake_at: float
+    """When the channel must check it again, with or without a response: at the time of the next
+    resend, or at the deadline."""
+    resend_s: float
+    """The current interval of resends."""
+    doubted: bool = False
+    """A reply reported the end of the session, which is being checked or was checked."""
 
 
 class Calls:
@@ -89,9 +92,9 @@ class Calls:
         self._call_ids = CallIds(session.session_id)
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._over: DataPlaneError | None = None
+        self.ended: DataPlaneError | None = None
         """Why the session ended; None while it is open."""
-        self._lost = ""
+        self.lost = ""
         """Why the service is considered lost; empty while it responds."""
         self._lost_at = 0.0
 
@@ -101,7 +104,7 @@ class Calls:
         """Raise the reason why calls are impossible now: a fork, the end of the client or the session, or a lost
         service that calls do not wait for."""
         self.check_open()
-        why = self._lost
+        why = self.lost
         if why and not self._within_reconnect():
             if self.session.durable:
                 why += f"; it did not return within reconnect_s={self._reconnect_s:g} s"
@@ -111,30 +114,30 @@ class Calls:
         """Raise the reason why calls are permanently impossible."""
         if self._pid != os.getpid():
             raise ClientClosedError(why="it was created before fork(); create one in the child process")
-        if self._over is not None:  # the client was closed, or the session ended
+        if self.ended is not None:  # the client was closed, or the session ended
             # A new exception each time: raised exceptions accumulate tracebacks.
-            raise from_wire(*to_wire(self._over))
+            raise from_wire(*to_wire(self.ended))
 
     @property
     def over(self) -> bool:
         """Whether the session can never make calls again."""
-        return self._over is not None or self._pid != os.getpid()
+        return self.ended is not None or self._pid != os.getpid()
 
     @property
     def unreachable(self) -> bool:
         """Whether a message sent now would get no response."""
-        return self.over or bool(self._lost)
+        return self.over or bool(self.lost)
 
     @property
     def owes_bye(self) -> bool:
         """Whether the service responds and may still keep the session, which this process has not closed."""
-        is_open = self._over is None or isinstance(self._over, SessionInterruptedError)
-        return is_open and not self._lost and self._pid == os.getpid()
+        is_open = self.ended is None or isinstance(self.ended, SessionInterruptedError)
+        return is_open and not self.lost and self._pid == os.getpid()
 
     @property
     def waiting(self) -> bool:
         """Whether the service is lost and calls wait for its restart."""
-        return bool(self._lost) and self._within_reconnect()
+        return bool(self.lost) and self._within_reconnect()
 
     def _within_reconnect(self) -> bool:
         """Whether the service is durable and was lost less than `reconnect_s` ago."""
@@ -147,21 +150,22 @@ class Calls:
             with self._lock:
                 self._call_ids.confirms = False
         # The first reason stays, unless the client itself was closed.
-        is_closed = isinstance(error, ClientClosedError) and not isinstance(self._over, SessionInterruptedError)
-        if self._over is None or is_closed:
-            self._over = error
+        was_interrupted = isinstance(self.ended, SessionInterruptedError)
+        is_closed = isinstance(error, ClientClosedError) and not was_interrupted
+        if self.ended is None or is_closed:
+            self.ended = error
 
     def record_loss(self, why: str) -> None:
         """Record that the service does not respond. Until it does, `check` raises `ServiceUnavailableError`:
         immediately, or for a durable service after `reconnect_s`."""
-        if not self._lost:
+        if not self.lost:
             self._lost_at = time.monotonic()
-        self._lost = why
+        self.lost = why
 
     def resume(self, session: OpenedSession) -> None:
         """Continue with the reconnected session, possibly at another endpoint and in another epoch of the service."""
         self.session = session
-        self._lost = ""
+        self.lost = ""
 
     # --- calls
 
@@ -173,8 +177,8 @@ class Calls:
         response arrives first."""
         now = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        # These commands can wait at the service.
-        if isinstance(command, c.Allocate | c.FindCells) or (isinstance(command, c.Claim) and command.blocking):
+        at_once = isinstance(command, c.Claim) and not command.blocking
+        if isinstance(command, _PATIENT) and not at_once:
             limit_s += command.timeout_s
         with self._lock:
             call = self._call_ids.issue(command, now=now)
@@ -199,7 +203,7 @@ class Calls:
             )
         self.check()
         outgoing.resend_s = min(outgoing.resend_s * RESEND_GROWTH, RESEND_MAX_S)
-        outgoing.resend_at = now + outgoing.resend_s
+        outgoing.wake_at = min(now + outgoing.resend_s, outgoing.deadline)
         with self._lock:
             if not self._call_ids.is_open(outgoing.call_id):
                 return outgoing.frames  # settled already: `_call_ids` has forgotten its command
@@ -222,7 +226,7 @@ class Calls:
         """Process a reply that no caller waits for: to a posted, abandoned or resent call, or to a heartbeat."""
         if self._is_shutdown_notice(reply):
             return
-        self._lost = ""  # the service responds
+        self.lost = ""  # the service responds
         if reply.outcome == _EXPIRED:
             self.on_doubt()
         elif reply.outcome not in _NOT_EXECUTED:  # otherwise the call stays open, and is resent
@@ -231,20 +235,21 @@ class Calls:
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
         """Return the result of the call, or raise its error; after an interrupt, always raise. Record that its id
         is answered."""
-        if isinstance(self._over, SessionInterruptedError):
+        if isinstance(self.ended, SessionInterruptedError):
             self.check_open()
-        self._lost = ""  # the service responds
-        error = reply.error
-        if isinstance(error, SessionExpiredError):
-            self.end(error)
+        self.lost = ""  # the service responds
+        error = None if reply.outcome == zmq_frames.OK else reply.error
         if error is not None:
+            if isinstance(error, SessionExpiredError):
+                self.end(error)
             # After these two errors the command may have been executed: its reply was too large to send, or was not
             # kept. The call stays open, so that `abandon` can undo it. Every other error settles the call.
             if not isinstance(error, RequestTooLargeError | StaleCallError):
                 self._record_answer(reply)
             raise error
         result: c.Result = messages.decode_result(outgoing.command, reply.body)
-        self._record_answer(reply)
+        with self._lock:
+            self._call_ids.record_answer(outgoing.call_id)
         return result
 
     def _is_shutdown_notice(self, reply: zmq_frames.Reply) -> bool:
@@ -285,7 +290,9 @@ class Calls:
             with self._lock:
                 self._call_ids.record_answer(call.call_id, processed=False)
             raise
-        return OutgoingCall(call.call_id, type(call.command), frames, now, deadline, now + RESEND_S)
+        kind = type(call.command)
+        wake_at = min(now + RESEND_S, deadline)
+        return OutgoingCall(call.call_id, kind, frames, now, deadline, wake_at, RESEND_S)
 
 
 class OpenChannel:
@@ -338,11 +345,12 @@ class OpenChannel:
     def post(self, command: c.Command) -> None:
         """Send a command without waiting for its response. It is resent until it is answered, even after a period
         without a reachable service. Does not block."""
-        name = type(command).__name__
         self._calls.check_open()
-        failpoint(f"call.{name}.before")
+        if armed:
+            failpoint(f"call.{type(command).__name__}.before")
         self._send_once(self._calls.begin_post(command))
-        failpoint(f"call.{name}.after")
+        if armed:
+            failpoint(f"call.{type(command).__name__}.after")
 
     def _post_leftovers(self) -> None:
         """Post the commands of `leftovers`. While the service is unreachable, they are not taken; a
@@ -358,6 +366,13 @@ class OpenChannel:
             self._send_once(undo)
 
     def _send_once(self, outgoing: OutgoingCall) -> None:
-        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
-        like a lost one."""
+        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is
+        resent later like a lost one."""
+        try:
+            self._send(outgoing.frames)
+        except ServiceUnavailableError as error:
+            log.warning("%s will be sent later: %s", outgoing.command.__name__, error)
+
+    def _send(self, frames: list[bytes]) -> None:
+        """Send a request. Raise as `CallSocket.open`."""
         raise NotImplementedError

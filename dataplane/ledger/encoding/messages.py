@@ -67,8 +67,11 @@ def call_id_of(message: bytes) -> int:
 
 def decode_result(command: type[c.Command], message: bytes | memoryview) -> Any:
     """Decode the result of a command of this type. Raises `InternalError` for other bytes."""
-    assert issubclass(command, c.Answered)
-    return decode_as(command.answer(), message)
+    try:
+        return _result_decoder(command).decode(message)
+    except MALFORMED as error:
+        what = f"malformed reply: no result of {command.__name__} ({error})"
+        raise InternalError(what=what) from error
 
 
 def decode_as(kind: type[Any], message: bytes | memoryview) -> Any:
@@ -132,6 +135,13 @@ def _array(kind: Any, content: Any) -> Any:
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return the decoder of a type. It is made once, at its first use."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_array)
+
+
+@functools.cache
+def _result_decoder(command: type[c.Command]) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of the result of a command of this type."""
+    assert issubclass(command, c.Answered)
+    return _decoder(command.answer())
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
