@@ -146,8 +146,9 @@ def meta_of(
         fields=list(fields) if fields else list(listed.fields) or None,
         sequence_lengths=known if len(known) == len(lengths) and known else None,
         tags=tags,
+        _rows=listed.rows,
+        _generations=listed.generations,
     )
-    meta = meta.with_handles(listed.rows, listed.generations)
     if not isinstance(listed, c.Claimed) or not listed.claim:  # claim id 0: a peek claims nothing
         return meta
     return meta.with_claims(np.full(meta.size, listed.claim, np.int64))
