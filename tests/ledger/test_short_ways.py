@@ -301,7 +301,6 @@ def history(seed: int, monkeypatch: pytest.MonkeyPatch) -> Twins:
 def test_the_short_ways_leave_the_state_of_the_general_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = history(seed, monkeypatch).ways
     assert min(ways["short"], ways["general"]) >= 5, ways
-    assert ways["located shortly"] >= 1, ways
 
 
 def uncharged(extents: Extents, unit: int, start: int, size: int, account: Account, cells: int) -> int:
