@@ -19,10 +19,12 @@ from dataplane.ledger.commands import Placement, Preallocate
 
 SMALL_BYTES = 256 << 10
 """Larger puts allocate their own space: their copy takes longer than the request."""
-PUTS_AHEAD = 16
+PUTS_AHEAD = 64
 """A request asks for the space of this many puts of the current size, within the two limits below."""
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 2 << 20
+SHARE = 128
+"""A request asks for at most 1/SHARE of the unit's capacity, or for the space of one put if that is more."""
 SOON_S = 1.0
 """Small puts further apart than this allocate their own space. A rejected request blocks new ones for this time."""
 MOST_REQUESTS = 4
@@ -92,7 +94,7 @@ class PreallocatedBuffer:
             space.portions.add(portion)
             return portion
 
-    def next_request(self, nbytes: int, unit: int | None) -> Preallocate | None:
+    def next_request(self, nbytes: int, unit: int | None, most_bytes: int = MOST_BYTES) -> Preallocate | None:
         """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if the
         put must allocate its own. The caller calls `end_request` after the command. Spaces that are too small for
         the put are given up. unit: a unit whose arena is mapped; None if there is none."""
@@ -109,7 +111,8 @@ class PreallocatedBuffer:
             self._requests += 1
             for space in [space for space in self._open if space.end - space.offset < nbytes]:
                 self._give_up(space)
-        return Preallocate(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
+        wanted_bytes = min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), most_bytes)
+        return Preallocate(unit=unit, nbytes=max(wanted_bytes, nbytes))
 
     def record_rejection(self) -> None:
         """Record that the service had no space to preallocate."""

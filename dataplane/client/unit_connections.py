@@ -173,6 +173,10 @@ class UnitConnections:
         connections = [self._connections.get(unit) for unit in units]
         return all(each is not None and each.local for each in connections)
 
+    def capacity_of(self, unit: int) -> int:
+        """Return the bytes of a known unit's arena."""
+        return self._infos[unit].capacity_bytes
+
     def readable_memory(self, unit: int) -> Bytes | None:
         """Return the bytes of the unit's arena, read-only, if it is mapped, else None. The array keeps the mapping
         alive."""

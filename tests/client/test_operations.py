@@ -419,7 +419,9 @@ def test_the_first_small_put_asks_for_nothing_ahead_and_one_soon_after_does(tick
 
 
 def test_space_is_for_several_puts_within_bounds(buffer: PreallocatedBuffer) -> None:
-    assert buffer.next_request(64_000, UNIT).nbytes == PUTS_AHEAD * 64_000
+    assert buffer.next_request(6_400, UNIT).nbytes == PUTS_AHEAD * 6_400
+    assert buffer.next_request(6_400, UNIT, 64_000).nbytes == 64_000
+    assert buffer.next_request(6_400, UNIT, 64).nbytes == 6_400
     assert buffer.next_request(SMALL_BYTES, UNIT).nbytes == MOST_BYTES
 
 

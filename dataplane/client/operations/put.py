@@ -26,7 +26,7 @@ from dataplane.client.operations.short_put import (
     store_short,
 )
 from dataplane.client.operations.steps import Operation, Post, Send, Wait, Work
-from dataplane.client.preallocated import PreallocatedPortion, bytes_of
+from dataplane.client.preallocated import MOST_BYTES, SHARE, PreallocatedPortion, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core.devices import CPU, current_stream, record_event
@@ -403,7 +403,9 @@ def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[Pr
     portion = buffer.take(nbytes)
     if portion is not None:
         return portion
-    request = buffer.next_request(nbytes, session_state.connections.local_unit())
+    unit = session_state.connections.local_unit()
+    capacity_bytes = 0 if unit is None else session_state.connections.capacity_of(unit)
+    request = buffer.next_request(nbytes, unit, min(MOST_BYTES, capacity_bytes // SHARE))
     if request is None:  # the put allocates its own space
         return None
     try:
