@@ -23,7 +23,7 @@ def server() -> Iterator[Server]:
 
 def test_a_close_that_took_too_long_can_be_repeated(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     background = performer._BackgroundClient(DataPlaneConfig(address=server.address))
-    background.submit(stats).result(60)
+    asyncio.run(background.perform(stats))
     go_on = asyncio.Event()
     close = background._client.close
 

@@ -60,8 +60,8 @@ _Source = tuple[int | bytes, int, object]
 
 
 class _Column(NamedTuple):
-    """How the values of a column are given and stored. is_list: as a list of rows, else as one tensor. dims: the number
-    of dimensions of the tensor, or of each row."""
+    """How the values of a column are given and stored. is_list: as a list of rows, else as one tensor; None if both
+    forms are stored alike. dims: the number of dimensions of each row."""
 
     name: str
     kind: FieldKind
@@ -69,7 +69,7 @@ class _Column(NamedTuple):
     numbers: str | None
     inner: tuple[int, ...]
     dims: int
-    is_list: bool
+    is_list: bool | None
     unit_bytes: int
 
 
@@ -77,13 +77,13 @@ class PutPlan:
     """What puts of some fields into a partition have in common, as long as the client's `schema` of the partition is
     the same object."""
 
-    def __init__(self, schema: Schema | None, columns: Sequence[EncodedColumn], is_list: Sequence[bool]) -> None:
+    def __init__(self, schema: Schema | None, columns: Sequence[EncodedColumn], is_list: Sequence[bool | None]) -> None:
         self.schema = schema
         self.columns: list[_Column] = []
         for column, listed in zip(columns, is_list, strict=True):
             spec = column.spec
             inner = spec.inner or ()
-            dims = len(inner) + (not listed) + (spec.kind is FieldKind.JAGGED)
+            dims = len(inner) + (spec.kind is FieldKind.JAGGED)
             assert spec.kind is not None
             dtype = None if spec.kind is FieldKind.OBJECT else TORCH_DTYPES[spec.dtype or ""]
             self.columns.append(
@@ -95,22 +95,28 @@ class PutPlan:
 
 
 def remember(
-    session_state: SessionState, partition: str, fields: Mapping[str, Any], encoded: Sequence[EncodedColumn]
+    session_state: SessionState,
+    partition: str,
+    fields: Mapping[str, Any],
+    encoded: Sequence[EncodedColumn],
+    *,
+    any_form: bool,
 ) -> None:
-    """Remember the plan of a put that was stored, if further ones like it are possible the short way."""
+    """Remember the plan of a put that was stored, if further ones like it are possible the short way. any_form: the
+    caller stores rows alike whether they are given as a tensor or as a list."""
     if session_state.connections.local_unit() is None:
         return
     names = list(fields.keys())
     if len(names) != len(encoded) or len(encoded) > MAX_COLUMNS or len(encoded[0].lengths) > MAX_ROWS:
         return
-    is_list = []
+    is_list: list[bool | None] = []
     for column, value in zip(encoded, fields.values(), strict=True):
         spec = column.spec
         if column.index is not None or spec.kind not in _KINDS or column.values.device != CPU:
             return
-        if type(value) not in (Tensor, list) or (spec.dtype or "").startswith("complex"):
+        if (spec.dtype or "").startswith("complex") or not (any_form or type(value) in (Tensor, list)):
             return
-        is_list.append(type(value) is list)
+        is_list.append(None if any_form else type(value) is list)
     plans = session_state.put_plans
     if len(plans) >= MAX_PLANS:
         plans.clear()
@@ -119,7 +125,7 @@ def remember(
 
 class ShortPut(NamedTuple):
     """A put that can take the short way. names: of the fields. sources: by column, the bytes to copy. sizes: by column,
-    their number in whole granules."""
+    their number in whole granules. tag_dicts: for the meta of the put; None without tags, or if `listed`."""
 
     partition: str
     ids: list[str]
@@ -194,7 +200,7 @@ def prepare(
         sources,
         sizes,
         tag_values,
-        tag_dicts=None if tags is None else [dict(each) for each in tags],
+        tag_dicts=None if tags is None or listed else [dict(each) for each in tags],
         listed=listed,
     )
 
@@ -221,20 +227,22 @@ def _tensor_sources(
 ) -> list[_Source] | None:
     """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if they must take the
     general way, which cuts padded rows to the `token_lengths`."""
-    if column.is_list and (type(value) is not list or len(value) != count):
+    is_list = type(value) is list
+    if (is_list and len(value) != count) or (column.is_list is not None and column.is_list is not is_list):
         return None
-    rows = value if column.is_list else (value,)
+    rows = value if is_list else (value,)
     sources: list[_Source] = []
-    first = column.dims - len(column.inner)  # the number of dimensions before the inner shape
+    dims = column.dims if is_list else column.dims + 1
+    first = dims - len(column.inner)  # the number of dimensions before the inner shape
     for row in rows:
         if type(row) is not Tensor or row.dtype is not column.dtype or row.layout is not _STRIDED:
             return None
         if not row.is_cpu or row.is_nested or not row.is_contiguous() or row.is_neg():
             return None
         shape = row.shape
-        if len(shape) != column.dims or shape[first:] != column.inner:
+        if len(shape) != dims or shape[first:] != column.inner:
             return None
-        if not column.is_list:
+        if not is_list:
             if shape[0] != count:
                 return None
             width = shape[1] if column.kind is FieldKind.JAGGED else 1

@@ -20,7 +20,6 @@ from dataplane.client.session_state import SessionState
 from dataplane.compat.nemo_rl.meta import KVBatchMeta, framework_type
 from dataplane.compat.switch import replaced
 from dataplane.compat.transfer_queue import fetching, operations
-from dataplane.compat.transfer_queue.columns import tag_columns
 from dataplane.compat.transfer_queue.interface import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session, open_session
 from dataplane.compat.transfer_queue.settings import Settings, warn_once
@@ -148,7 +147,7 @@ class DataPlaneClient:
         tag_list = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
         if fields is not None:
             _check_objects(fields)
-        self._performer.do(operations.put, ids, partition_id, fields, tag_columns(tag_list, len(ids)))
+        self._performer.do(operations.put, ids, partition_id, fields, tag_list)
         names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  # not a dict
         return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=tag_list)
 

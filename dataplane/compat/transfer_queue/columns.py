@@ -332,12 +332,20 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
     """Return one dict per sample, with decoded values."""
     tags: list[dict[str, Any]] = sample_names.tags_of(columns, count)
     for column in columns:
-        if any(map(_is_encoded, set(column.values))):  # most columns have no encoded value
+        if may_be_encoded(column.values):  # most columns have no encoded value
             for sample_tags in tags:
                 value = sample_tags.get(column.name)
                 if _is_encoded(value):
                     sample_tags[column.name] = _decode(value)
     return tags
+
+
+def may_be_encoded(values: Sequence[Any]) -> bool:
+    """Whether any of the values of a tag contains the prefix of encoded values."""
+    types = set(map(type, values))
+    if str not in types:
+        return False
+    return ENCODED in "".join(values if len(types) == 1 else [value for value in values if type(value) is str])
 
 
 def _decode(text: str) -> Any:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from dataplane.client.operations.steps import Operation
 from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns, fetching, operations
 from dataplane.compat.transfer_queue.client import TransferQueueClient, key_list
-from dataplane.compat.transfer_queue.columns import Parser, tag_columns, tags_of
+from dataplane.compat.transfer_queue.columns import Parser, tags_of
 from dataplane.compat.transfer_queue.metadata import KVBatchMeta
 from dataplane.compat.transfer_queue.performer import describe, twins
 from dataplane.compat.transfer_queue.session import current_client, get_client
@@ -40,14 +40,17 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
         return fields
     if not isinstance(fields, Mapping):
         raise ValueError(f"kv_put: fields must be a TensorDict or a mapping, got {type(fields).__name__}")
-    if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
-        raise ValueError("kv_put: a nested tensor is a batch of rows, but kv_put stores one row; use kv_batch_put")
-    if any(type(name) is not str for name in fields):
-        raise ValueError(f"kv_put: field names must be strings, got {list(fields)}")
-    return {
-        name: value.unsqueeze(0) if isinstance(value, Tensor) else NonTensorStack(value)
-        for name, value in fields.items()
-    }
+    rows: dict[str, Any] = {}
+    for name, value in fields.items():
+        if type(name) is not str:
+            raise ValueError(f"kv_put: field names must be strings, got {list(fields)}")
+        if isinstance(value, Tensor):
+            if value.is_nested:
+                raise ValueError("kv_put: a nested tensor is a batch of rows, but kv_put stores one row; use kv_batch_put")
+            rows[name] = value.unsqueeze(0)
+        else:
+            rows[name] = NonTensorStack(value) if is_tensor_collection(value) else [value]
+    return rows
 
 
 def _field_list(fields: list[str] | str | None) -> list[str] | None:
@@ -73,7 +76,7 @@ def _kv_put(
     """
     rows = _one_row(fields, tag)
     tags = None if tag is None else [tag]
-    return (yield from _put(session_state, [key], partition_id, rows, tags, data_parser))
+    return _put(session_state, [key], partition_id, rows, tags, data_parser)
 
 
 def _kv_batch_put(
@@ -102,7 +105,7 @@ def _kv_batch_put(
         )
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"kv_batch_put: got {len(tags)} tags for {len(keys)} keys; pass one mapping per key")
-    return (yield from _put(session_state, keys, partition_id, fields, tags, data_parser))
+    return _put(session_state, keys, partition_id, fields, tags, data_parser)
 
 
 def _put(
@@ -118,20 +121,8 @@ def _put(
     if fields is not None:
         fields = columns.apply_parser(fields, parse)
     keys = list(keys)  # a copy, which becomes that of the meta
-    columns_of_tags = tag_columns(tags, len(keys))
-    committed = yield from operations.put(
-        session_state,
-        keys,
-        partition,
-        fields,
-        columns_of_tags,
-        listed=True,
-    )
-    meta = KVBatchMeta(partition_id=partition, fields=sorted(committed.fields))
-    # Not passed above: __post_init__ would copy the tags, but nobody else has these lists.
-    meta.keys = keys
-    meta.tags = tags_of(committed.tags, len(keys))
-    return meta
+    committed = yield from operations.put(session_state, keys, partition, fields, tags, listed=True)
+    return KVBatchMeta.of_put(keys, tags_of(committed.tags, len(keys)), partition, sorted(committed.fields))
 
 
 def _kv_batch_get(

@@ -9,12 +9,13 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane.client.operations import get
 from dataplane.client.operations.field_names import fetch_schema
 from dataplane.client.operations.put import put_rows
 from dataplane.client.operations.sample_names import Names, ids_of
+from dataplane.client.operations.short_put import MAX_ROWS, ShortPut, prepare, store_short
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.compat.transfer_queue import columns
@@ -180,10 +181,10 @@ def clear_keys(session_state: SessionState, keys: Sequence[str], partition: str)
 
 def put(
     session_state: SessionState,
-    names: Sequence[str] | NativeMeta,
+    names: list[str] | NativeMeta,
     partition: str,
     fields: Mapping[str, Any] | TensorDictBase | None,
-    tags: tuple[c.TagColumn, ...] = (),
+    tags: Sequence[Mapping[str, Any] | None] | None = None,
     mode: str = "upsert",
     *,
     listed: bool = False,
@@ -193,6 +194,12 @@ def put(
 
     names: ids, or a native meta with handles. mode: that of the native put. listed: the result also has the tags of the
     samples and the fields that all of them have."""
+    short = _short_form(session_state, names, partition, fields, tags, mode, listed=listed)
+    if short is not None:
+        stored = yield from store_short(session_state, short)
+        if stored is not None:
+            return stored
+    encoded_tags = tag_columns(tags, len(names))
     ids = ids_of(names)
     encoded = None if fields is None else columns.to_columns(fields)
     # All fields are declared before their first put, in the order of the put: some kinds cannot be
@@ -218,7 +225,7 @@ def put(
         try:
             # The first value, the stored columns, is not needed here.
             _, committed = yield from put_rows(
-                session_state, names, ids, partition, encoded, tags, mode, declare, listed=listed
+                session_state, names, ids, partition, encoded, encoded_tags, mode, declare, listed=listed
             )
             return committed
         except PartitionNotFoundError:
@@ -227,6 +234,26 @@ def put(
             # Each error moves one field to another column or encoding. Then try again.
             if encoded is None or not columns.to_other_column(encoded, error):
                 raise
+
+
+def _short_form(
+    session_state: SessionState,
+    names: list[str] | NativeMeta,
+    partition: str,
+    fields: Mapping[str, Any] | TensorDictBase | None,
+    tags: Sequence[Mapping[str, Any] | None] | None,
+    mode: str,
+    *,
+    listed: bool,
+) -> ShortPut | None:
+    """Return the put in its short form; None if it must take the general way."""
+    if type(names) is not list or len(names) > MAX_ROWS or type(fields) not in (dict, TensorDict):
+        return None
+    rows = {name: value.tolist() if type(value) is NonTensorStack else value for name, value in fields.items()}
+    short = prepare(session_state, names, partition, rows, tags, mode, listed=listed)
+    if short is None or any(map(columns.may_be_encoded, short.tags.values())):
+        return None  # a text that looks like an encoded value is encoded
+    return short
 
 
 def insert_samples(
@@ -253,8 +280,7 @@ def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, A
     for positions, samples in metas:
         tags = [meta.custom_meta[position] for position in positions]
         fields = data if len(metas) == 1 else columns.rows_at(data, positions)  # one part has all rows
-        encoded_tags = tag_columns(tags, len(tags)) if any(tags) else ()
-        yield from put(session_state, samples, samples.partition_id, fields, encoded_tags)
+        yield from put(session_state, samples, samples.partition_id, fields, tags if any(tags) else None)
 
 
 def get_keys(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dataplane.client.async_client import AsyncDataPlaneClient
@@ -44,8 +44,10 @@ class Performer:
 
     def do(self, operation: Callable[..., Operation[T]], *args: Any, **kwargs: Any) -> T:
         """Perform the operation in this thread."""
-        with storage_key_errors():
+        try:
             return self.client.perform(operation, *args, **kwargs)
+        except NotFoundError as error:
+            raise _storage_key_error(error) from error
 
     async def do_async(
         self,
@@ -55,10 +57,10 @@ class Performer:
     ) -> T:
         """Perform the operation and await its result. `AsyncDataPlaneClient` documents the effect
         of a cancellation."""
-        with storage_key_errors():
-            return await asyncio.wrap_future(
-                self._background.get().submit(operation, *args, **kwargs),
-            )
+        try:
+            return await self._background.get().perform(operation, *args, **kwargs)
+        except NotFoundError as error:
+            raise _storage_key_error(error) from error
 
     def close(self) -> None:
         """Close both sessions. Idempotent."""
@@ -84,10 +86,18 @@ class _BackgroundClient:
         """Whether calls may be submitted; the async client replaces its own session."""
         return True
 
-    def submit(self, operation: Callable[..., Operation[T]], *args: Any, **kwargs: Any) -> Any:
-        """Start the operation on the loop. Return its `concurrent.futures.Future`."""
-        call = self._client.perform(operation, *args, **kwargs)
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
+    async def perform(self, operation: Callable[..., Operation[T]], *args: Any, **kwargs: Any) -> T:
+        """Perform the operation on the background loop, and await its result in the caller's loop. If
+        the caller is cancelled, so is the operation."""
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        call = _Call(functools.partial(self._client.perform, operation, *args, **kwargs), outcome)
+        self._loop.call_soon_threadsafe(call.start)
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            with contextlib.suppress(RuntimeError):  # the background loop is closed
+                self._loop.call_soon_threadsafe(call.cancel)
+            raise
 
     def close(self) -> None:
         """Close the client, then stop the loop and the thread. Can be repeated. TimeoutError if the
@@ -103,14 +113,57 @@ class _BackgroundClient:
             self._loop.close()  # idempotent
 
 
-@contextlib.contextmanager
-def storage_key_errors() -> Iterator[None]:
-    """Convert `NotFoundError` to `StorageKeyNotFoundError`, which callers of the original can
-    catch."""
-    try:
-        yield
-    except NotFoundError as error:
-        raise StorageKeyNotFoundError(f"not found: {error}") from error
+class _Call:
+    """A call of the background loop. Its methods run in that loop.
+
+    _work: begins the call. _outcome: a future of the caller's loop."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]], outcome: asyncio.Future[Any]) -> None:
+        self._work = work
+        self._outcome = outcome
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if not self._outcome.cancelled():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        """Execute the call, and complete the caller's future in its loop."""
+        outcome = self._outcome
+        try:
+            result = await self._work()
+        except asyncio.CancelledError:
+            _deliver(outcome, outcome.cancel)
+            raise
+        except BaseException as error:
+            _deliver(outcome, outcome.set_exception, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            _deliver(outcome, outcome.set_result, result)
+        finally:
+            del outcome
+            del self  # an error refers to this frame
+
+
+def _deliver(outcome: asyncio.Future[Any], complete: Callable[..., object], *args: Any) -> None:
+    """Complete the future in its loop, unless its caller was cancelled or its loop is closed."""
+
+    def unless_done() -> None:
+        if not outcome.done():
+            complete(*args)
+
+    with contextlib.suppress(RuntimeError):
+        outcome.get_loop().call_soon_threadsafe(unless_done)
+
+
+def _storage_key_error(error: NotFoundError) -> StorageKeyNotFoundError:
+    """Return the error for callers of the original, which can catch it."""
+    return StorageKeyNotFoundError(f"not found: {error}")
 
 
 # --- both forms of a call
