@@ -127,7 +127,8 @@ def get_present(
         try:
             existing = np.flatnonzero(located.result.rows >= 0)  # row -1: the sample does not exist
             subsets = subsets_by_field(located.result.fields, existing)
-            units = _refuse_failed(units_of([subset.located for each in subsets.values() for subset in each]), failed)
+            columns = [subset.located for each in subsets.values() for subset in each]
+            units = _refuse_failed(units_of(columns), failed)
             yield from ensure_known(session_state, units)
             existing_ids = [ids[position] for position in existing.tolist()]
 
@@ -135,7 +136,8 @@ def get_present(
                 failpoint("get.mid_copy")
                 return _copy_subsets(session_state, subsets, units, partition, existing_ids)
 
-            built: TensorDict = yield Work(work)
+            brief = partial(_copies_little, session_state, columns, units)
+            built: TensorDict = yield Work(work, brief)
             yield from _check_pins_lasted(session_state)
             return existing.tolist(), built
         finally:
@@ -199,7 +201,8 @@ def subsets_by_field(
             elif len(positions):
                 field_subsets.append(LocatedSubset(select_values(locations, existing[positions]), positions))
         # Only if each sample has a value in one of the columns.
-        if field_subsets and sum(len(subset.positions) for subset in field_subsets) == len(existing):
+        found = sum([len(subset.positions) for subset in field_subsets])
+        if field_subsets and found == len(existing):
             subsets[name] = field_subsets
     return subsets
 
@@ -214,6 +217,12 @@ def _copy_subsets(
     """Copy the fields into a TensorDict. subsets: of `subsets_by_field`. ids: the samples, for checksum errors."""
     located = [subset.located for each in subsets.values() for subset in each]
     sources = session_state.connections.gather(located, units)
+    empty = session_state.empty
+    copier = session_state.copier.copy
+    pickles = session_state.config.pickles
+    if sources and sources.keys() == subsets.keys():  # no field has rows in a hidden column
+        sources = checked(sources, located, partition, ids)
+        return assemble(sources, empty=empty, copier=copier, pickles=pickles)
     for subset in (subset for each in subsets.values() for subset in each):
         subset_ids = (
             [ids[position] for position in subset.positions.tolist()] if len(subset.positions) < len(ids) else ids
@@ -224,9 +233,6 @@ def _copy_subsets(
     # A field without rows in hidden columns is read whole; the columns of the others are decoded and interleaved.
     plain = {name: sources[name] for name in subsets if [subset.located.name for subset in subsets[name]] == [name]}
     mixed = {name: source for name, source in sources.items() if name not in plain}
-    empty = session_state.empty
-    copier = session_state.copier.copy
-    pickles = session_state.config.pickles
     data = assemble(plain, empty=empty, copier=copier, pickles=pickles)
     columns = decode_columns(mixed, empty=empty, copier=copier, pickles=pickles)
     fields = {

@@ -127,9 +127,9 @@ def put_rows(
 ) -> Operation[Stored]:
     """Execute `put` for callers that need no meta; return the stored columns and the response to the commit.
 
-    ids: the result of `ids_of(names)`. declare: for a caller that declares its fields itself, so that rows are stored
-    alike in any form, returns the step that does so; it is sent again if the schema has lost them. Without it,
-    undeclared field names are logged. listed: as in `Commit`.
+    ids: the result of `ids_of(names)`. declare: for a caller that declares its fields itself, so
+    that rows are stored alike in any form, returns the step that does so; it is sent again if the
+    schema has lost them. Without it, undeclared field names are logged. listed: as in `Commit`.
     """
     commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
     if fields is not None:

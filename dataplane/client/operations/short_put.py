@@ -60,8 +60,8 @@ _Source = tuple[int | bytes, int, object]
 
 
 class _Column(NamedTuple):
-    """How the values of a column are given and stored. is_list: as a list of rows, else as one tensor; None if both
-    forms are stored alike. dims: the number of dimensions of each row."""
+    """How the values of a column are given and stored. is_list: as a list of rows, else as one
+    tensor; None if both forms are stored alike. dims: the number of dimensions of each row."""
 
     name: str
     kind: FieldKind
@@ -77,7 +77,12 @@ class PutPlan:
     """What puts of some fields into a partition have in common, as long as the client's `schema` of the partition is
     the same object."""
 
-    def __init__(self, schema: Schema | None, columns: Sequence[EncodedColumn], is_list: Sequence[bool | None]) -> None:
+    def __init__(
+        self,
+        schema: Schema | None,
+        columns: Sequence[EncodedColumn],
+        is_list: Sequence[bool | None],
+    ) -> None:
         self.schema = schema
         self.columns: list[_Column] = []
         for column, listed in zip(columns, is_list, strict=True):
@@ -102,8 +107,8 @@ def remember(
     *,
     any_form: bool,
 ) -> None:
-    """Remember the plan of a put that was stored, if further ones like it are possible the short way. any_form: the
-    caller stores rows alike whether they are given as a tensor or as a list."""
+    """Remember the plan of a put that was stored, if further ones like it are possible the short
+    way. any_form: the caller stores rows alike whether they are given as a tensor or as a list."""
     if session_state.connections.local_unit() is None:
         return
     names = list(fields.keys())
@@ -114,7 +119,9 @@ def remember(
         spec = column.spec
         if column.index is not None or spec.kind not in _KINDS or column.values.device != CPU:
             return
-        if (spec.dtype or "").startswith("complex") or not (any_form or type(value) in (Tensor, list)):
+        if (spec.dtype or "").startswith("complex"):
+            return
+        if not any_form and type(value) not in (Tensor, list):
             return
         is_list.append(None if any_form else type(value) is list)
     plans = session_state.put_plans
@@ -124,8 +131,9 @@ def remember(
 
 
 class ShortPut(NamedTuple):
-    """A put that can take the short way. names: of the fields. sources: by column, the bytes to copy. sizes: by column,
-    their number in whole granules. tag_dicts: for the meta of the put; None without tags, or if `listed`."""
+    """A put that can take the short way. names: of the fields. sources: by column, the bytes to
+    copy. sizes: by column, their number in whole granules. tag_dicts: for the meta of the put; None
+    without tags, or if `listed`."""
 
     partition: str
     ids: list[str]
@@ -228,7 +236,9 @@ def _tensor_sources(
     """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if they must take the
     general way, which cuts padded rows to the `token_lengths`."""
     is_list = type(value) is list
-    if (is_list and len(value) != count) or (column.is_list is not None and column.is_list is not is_list):
+    if is_list and len(value) != count:
+        return None
+    if column.is_list is not None and column.is_list is not is_list:
         return None
     rows = value if is_list else (value,)
     sources: list[_Source] = []

@@ -518,12 +518,17 @@ def key_list(keys: Any) -> list[str]:
     return _list_of(str, "keys", keys)
 
 
+def _all_are(kind: type[Any], values: list[Any]) -> bool:
+    # To compare the types is much faster; subclasses are rare.
+    return set(map(type, values)) == {kind} or all(isinstance(each, kind) for each in values)
+
+
 def _list_of(kind: type[E], what: str, values: Any) -> list[E]:
     """Return one value or a list of them as a list. TypeError for other types, ValueError for an
     empty list. what: the name of the argument."""
     if isinstance(values, kind):
         return [values]
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+    if not isinstance(values, list) or not _all_are(kind, values):
         raise TypeError(
             f"{what}: expected a value of type {kind.__name__} or a list of them, got {reprlib.repr(values)}"
         )

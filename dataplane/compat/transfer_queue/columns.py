@@ -345,7 +345,8 @@ def may_be_encoded(values: Sequence[Any]) -> bool:
     types = set(map(type, values))
     if str not in types:
         return False
-    return ENCODED in "".join(values if len(types) == 1 else [value for value in values if type(value) is str])
+    texts = values if len(types) == 1 else [value for value in values if type(value) is str]
+    return ENCODED in "".join(texts)
 
 
 def _decode(text: str) -> Any:

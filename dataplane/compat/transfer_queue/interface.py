@@ -46,7 +46,8 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
             raise ValueError(f"kv_put: field names must be strings, got {list(fields)}")
         if isinstance(value, Tensor):
             if value.is_nested:
-                raise ValueError("kv_put: a nested tensor is a batch of rows, but kv_put stores one row; use kv_batch_put")
+                what = "a nested tensor is a batch of rows, but kv_put stores one row"
+                raise ValueError(f"kv_put: {what}; use kv_batch_put")
             rows[name] = value.unsqueeze(0)
         else:
             rows[name] = NonTensorStack(value) if is_tensor_collection(value) else [value]
@@ -122,7 +123,8 @@ def _put(
         fields = columns.apply_parser(fields, parse)
     keys = list(keys)  # a copy, which becomes that of the meta
     committed = yield from operations.put(session_state, keys, partition, fields, tags, listed=True)
-    return KVBatchMeta.of_put(keys, tags_of(committed.tags, len(keys)), partition, sorted(committed.fields))
+    tags_put = tags_of(committed.tags, len(keys))
+    return KVBatchMeta.of_put(keys, tags_put, partition, sorted(committed.fields))
 
 
 def _kv_batch_get(

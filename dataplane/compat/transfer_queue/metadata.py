@@ -465,9 +465,14 @@ class KVBatchMeta:
 
     @classmethod
     def of_put(
-        cls, keys: list[str], tags: list[dict[str, Any]], partition_id: str, fields: list[str]
+        cls,
+        keys: list[str],
+        tags: list[dict[str, Any]],
+        partition_id: str,
+        fields: list[str],
     ) -> KVBatchMeta:
-        """Return the meta of stored samples. Nobody else has these lists, which are neither checked nor copied."""
+        """Return the meta of stored samples. Nobody else has these lists, which are neither checked
+        nor copied."""
         meta = cls.__new__(cls)
         meta.keys = keys
         meta.tags = tags

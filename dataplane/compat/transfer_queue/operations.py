@@ -225,7 +225,15 @@ def put(
         try:
             # The first value, the stored columns, is not needed here.
             _, committed = yield from put_rows(
-                session_state, names, ids, partition, encoded, encoded_tags, mode, declare, listed=listed
+                session_state,
+                names,
+                ids,
+                partition,
+                encoded,
+                encoded_tags,
+                mode,
+                declare,
+                listed=listed,
             )
             return committed
         except PartitionNotFoundError:
@@ -247,9 +255,13 @@ def _short_form(
     listed: bool,
 ) -> ShortPut | None:
     """Return the put in its short form; None if it must take the general way."""
-    if type(names) is not list or len(names) > MAX_ROWS or type(fields) not in (dict, TensorDict):
+    if type(names) is not list or len(names) > MAX_ROWS:
         return None
-    rows = {name: value.tolist() if type(value) is NonTensorStack else value for name, value in fields.items()}
+    if fields is None or type(fields) not in (dict, TensorDict):
+        return None
+    rows: dict[str, Any] = {}
+    for name, value in fields.items():
+        rows[name] = value.tolist() if type(value) is NonTensorStack else value
     short = prepare(session_state, names, partition, rows, tags, mode, listed=listed)
     if short is None or any(map(columns.may_be_encoded, short.tags.values())):
         return None  # a text that looks like an encoded value is encoded
@@ -280,7 +292,8 @@ def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, A
     for positions, samples in metas:
         tags = [meta.custom_meta[position] for position in positions]
         fields = data if len(metas) == 1 else columns.rows_at(data, positions)  # one part has all rows
-        yield from put(session_state, samples, samples.partition_id, fields, tags if any(tags) else None)
+        some_tags = tags if any(tags) else None
+        yield from put(session_state, samples, samples.partition_id, fields, some_tags)
 
 
 def get_keys(

@@ -87,8 +87,8 @@ class _BackgroundClient:
         return True
 
     async def perform(self, operation: Callable[..., Operation[T]], *args: Any, **kwargs: Any) -> T:
-        """Perform the operation on the background loop, and await its result in the caller's loop. If
-        the caller is cancelled, so is the operation."""
+        """Perform the operation on the background loop, and await its result in the caller's loop.
+        If the caller is cancelled, so is the operation."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         call = _Call(functools.partial(self._client.perform, operation, *args, **kwargs), outcome)
         self._loop.call_soon_threadsafe(call.start)
@@ -118,7 +118,11 @@ class _Call:
 
     _work: begins the call. _outcome: a future of the caller's loop."""
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]], outcome: asyncio.Future[Any]) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        outcome: asyncio.Future[Any],
+    ) -> None:
         self._work = work
         self._outcome = outcome
         self._task: asyncio.Task[None] | None = None

@@ -10,6 +10,7 @@ Fields whose kind widened: rows that were put before are converted to the presen
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import struct
@@ -53,6 +54,11 @@ Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
 
 Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 """Allocates an uninitialized contiguous tensor and returns (the tensor, its bytes)."""
+
+
+FEW_ROWS = 32
+FEW_BYTES = 64 << 10
+"""Up to so many rows of so many bytes each are copied one by one."""
 
 
 class _Copies:
@@ -251,6 +257,9 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
             in_place = decode_views(source, offsets=offsets) if source.ours else None  # a result may keep such memory
             if in_place is not None:
                 return in_place
+            few = _copy_of_few(source)
+            if few is not None:
+                return _with_shape(source, few, offsets)
             values, target = _allocate_values(source, empty)
             source.copy_to(target, copies.runs)
             copies.check_later(source, target, lambda: np.cumsum(source.sizes) - source.sizes)
@@ -259,6 +268,38 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
             return [_ragged_copy(source.spec, row) for row in source.verified_rows()]
     # Objects.
     return object_array([decode_object(row.data, pickles=pickles) for row in source.verified_rows()])
+
+
+def _copy_of_few(source: RowSource) -> Tensor | None:
+    """Return the values of a few whole rows of one buffer, without checksums, as a tensor `[sum of
+    the lengths, *inner]`. None if they are to be copied the general way, which also reports rows
+    outside of the buffer."""
+    if source.which is not None or source.part is not None or source.check is not None:
+        return None
+    if source.pieces != 1 or len(source.lengths) > FEW_ROWS:
+        return None
+    spec = source.spec
+    unit_bytes = spec.unit_bytes
+    buffer = source.buffers[0]
+    begin = address(buffer)
+    end = begin + buffer.nbytes
+    lengths = source.lengths.tolist()
+    rows: list[tuple[int, int]] = []  # address and bytes of each row that is not empty
+    for offset, length in zip(source.offsets.tolist(), lengths, strict=True):
+        nbytes = length * unit_bytes
+        if not 0 <= nbytes <= FEW_BYTES:
+            return None
+        if nbytes:
+            start = begin + offset
+            if offset < 0 or start + nbytes > end:
+                return None
+            rows.append((start, nbytes))
+    values = torch.empty((sum(lengths), *(spec.inner or ())), dtype=TORCH_DTYPES[spec.dtype or ""])
+    target = values.data_ptr()
+    for start, nbytes in rows:
+        ctypes.memmove(target, start, nbytes)
+        target += nbytes
+    return values
 
 
 def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
