@@ -58,7 +58,7 @@ Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 
 FEW_ROWS = 32
 FEW_BYTES = 64 << 10
-"""Up to so many rows of so many bytes each are copied one by one."""
+"""Maximum number of rows of a column, and of their bytes, that are copied one by one."""
 
 
 class _Copies:
@@ -276,10 +276,13 @@ def _copy_of_few(source: RowSource) -> Tensor | None:
     outside of the buffer."""
     if source.which is not None or source.part is not None or source.check is not None:
         return None
-    if source.pieces != 1 or len(source.lengths) > FEW_ROWS:
+    if source.pieces != 1 or len(source.lengths) > FEW_ROWS or not source.buffers:
         return None
     spec = source.spec
     unit_bytes = spec.unit_bytes
+    if not unit_bytes:
+        return None
+    left_bytes = FEW_BYTES
     buffer = source.buffers[0]
     begin = address(buffer)
     end = begin + buffer.nbytes
@@ -287,8 +290,9 @@ def _copy_of_few(source: RowSource) -> Tensor | None:
     rows: list[tuple[int, int]] = []  # address and bytes of each row that is not empty
     for offset, length in zip(source.offsets.tolist(), lengths, strict=True):
         nbytes = length * unit_bytes
-        if not 0 <= nbytes <= FEW_BYTES:
+        if not 0 <= nbytes <= left_bytes:
             return None
+        left_bytes -= nbytes
         if nbytes:
             start = begin + offset
             if offset < 0 or start + nbytes > end:
