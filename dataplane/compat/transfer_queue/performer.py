@@ -32,7 +32,8 @@ CLOSE_TIMEOUT_S = 30.0
 
 class Performer:
     """Two sessions of one service, each opened on first use: one for blocking callers and one for
-    async callers. The latter runs on a separate event loop, so that it outlives the callers' loops.
+    async callers. The latter runs on a separate event loop, so that it outlives the callers' loops:
+    unconfirmed claims return to their task when their session ends.
     A forked child opens new sessions.
 
     client: the session for blocking callers. _background: the session for async callers, with its
