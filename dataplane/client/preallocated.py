@@ -84,8 +84,10 @@ class PreallocatedBuffer:
         """Return the portion for a put of `nbytes` (see `bytes_of`); it is in use until `finish`. None if no space has
         enough left."""
         with self._lock:
-            space = next((space for space in self._open if space.end - space.offset >= nbytes), None)
-            if space is None:
+            for space in self._open:
+                if space.end - space.offset >= nbytes:
+                    break
+            else:
                 return None
             portion = PreallocatedPortion(space, space.offset)
             self._last_put_at = self._clock()

@@ -116,33 +116,37 @@ class KVBatchMeta:
         _set(self, values)
 
     @classmethod
-    def of_put(
+    def of_service(
         cls,
         partition: str,
         ids: list[str],
-        fields: list[str],
+        fields: list[str] | None,
         *,
-        sequence_lengths: list[int] | None,
-        extra_info: dict[str, Any],
-        tags: list[dict[str, Scalar]] | None,
         rows: Int64s,
         generations: Int64s,
+        task: str | None = None,
+        claims: Int64s | None = None,
+        sequence_lengths: list[int] | None = None,
+        tags: list[dict[str, Scalar]] | None = None,
+        extra_info: dict[str, Any] | None = None,
     ) -> KVBatchMeta:
-        """Create a meta, with these new lists, of samples that were put. Nothing needs a check."""
+        """Create a meta of samples that the service named, with these new lists. Nothing is checked."""
         meta = object.__new__(cls)
-        values: dict[str, Any] = {
-            "partition_id": partition,
-            "task_name": None,
-            "sample_ids": ids,
-            "fields": fields,
-            "sequence_lengths": sequence_lengths,
-            "extra_info": extra_info,
-            "tags": tags,
-            "_rows": rows,
-            "_generations": generations,
-            "_claims": None,
-        }
-        _set(meta, values)
+        _set(
+            meta,
+            {
+                "partition_id": partition,
+                "task_name": task,
+                "sample_ids": ids,
+                "fields": fields,
+                "sequence_lengths": sequence_lengths,
+                "extra_info": extra_info or {},
+                "tags": tags,
+                "_rows": rows,
+                "_generations": generations,
+                "_claims": claims,
+            },
+        )
         return meta
 
     # --- contents ---

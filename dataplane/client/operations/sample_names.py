@@ -136,22 +136,23 @@ def meta_of(
 ) -> KVBatchMeta:
     """Return the meta of samples that the service listed or claimed, with tags, handles and, if all samples have the
     tag `input_lengths`, sequence lengths. fields: the fields of the meta (none: those that the service listed)."""
-    tags = tags_of(listed.tags, len(listed.ids))
-    lengths = [tag.get(INPUT_LENGTHS) for tag in tags]
-    known = [int(length) for length in lengths if length is not None]
-    meta = KVBatchMeta(
-        partition_id=partition,
-        task_name=task,
-        sample_ids=list(listed.ids),
-        fields=list(fields) if fields else list(listed.fields) or None,
-        sequence_lengths=known if len(known) == len(lengths) and known else None,
-        tags=tags,
-        _rows=listed.rows,
-        _generations=listed.generations,
+    count = len(listed.ids)
+    lengths: list[Any] | None = None
+    for tag in listed.tags:
+        if tag.name == INPUT_LENGTHS and tag.positions is None and count and None not in tag.values:
+            lengths = [int(value) for value in tag.values if value is not None]
+    is_claim = isinstance(listed, c.Claimed) and listed.claim  # claim id 0: a peek claims nothing
+    return KVBatchMeta.of_service(
+        partition,
+        list(listed.ids),
+        list(fields) if fields else list(listed.fields) or None,
+        rows=listed.rows,
+        generations=listed.generations,
+        task=task,
+        claims=np.full(count, listed.claim, np.int64) if is_claim else None,  # type: ignore[union-attr]
+        sequence_lengths=lengths,
+        tags=tags_of(listed.tags, count),
     )
-    if not isinstance(listed, c.Claimed) or not listed.claim:  # claim id 0: a peek claims nothing
-        return meta
-    return meta.with_claims(np.full(meta.size, listed.claim, np.int64))
 
 
 def send_for_samples(ids: Sequence[str], command: c.Command) -> Operation[Any]:

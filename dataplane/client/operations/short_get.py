@@ -23,7 +23,7 @@ from dataplane.client.operations.steps import Operation, Post, Send, Work, alway
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.core.checksums import damaged
-from dataplane.core.failpoints import failpoint
+from dataplane.core.failpoints import armed, failpoint
 from dataplane.core.row_copy import UInt8s, address
 from dataplane.core.types import FieldKind
 from dataplane.data.jagged import jagged_from_values
@@ -140,11 +140,13 @@ def get_short(
         if memory is not None:
             copy = partial(_copy, plan, located, memory, session_state.config.pickles)
             data = yield Work(copy, always if sum(located.lengths) <= SMALL_LENGTHS else never)
-            failpoint("get.copied")
+            if armed:
+                failpoint("get.copied")
             if not session_state.lock_stands:
                 yield Send(c.Units())  # any command: it fails if the session has ended
     finally:
-        failpoint("get.before_release")
+        if armed:
+            failpoint("get.before_release")
         yield Post(c.Release(located=sent.call_id))
     if data is None:
         session_state.read_plans.pop(plan.key, None)
@@ -155,7 +157,8 @@ def get_short(
 def _copy(plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, pickles: bool) -> TensorDict | None:
     """Copy the rows into new tensors. Return None if a row is outside the memory, or does not match its checksum: the
     general way says so."""
-    failpoint("get.mid_copy")
+    if armed:
+        failpoint("get.mid_copy")
     count = len(located.rows)
     fields: dict[str, Any] = {}
     begin = address(memory)

@@ -22,7 +22,7 @@ from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.core.checksums import checksums_of
 from dataplane.core.devices import CPU
-from dataplane.core.failpoints import failpoint
+from dataplane.core.failpoints import armed, failpoint
 from dataplane.core.plain_numbers import numbers_dtype
 from dataplane.core.row_copy import Int64s, UInt8s, address
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
@@ -294,7 +294,8 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
             return None
         copy = partial(_copy, put, memory, portion.offset, checksums=space.checksums)
         checksums = yield Work(copy, always)
-        failpoint("put.before_commit")
+        if armed:
+            failpoint("put.before_commit")
         command = c.PutRows(
             partition=put.partition,
             mode=put.mode,
@@ -324,7 +325,8 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
 
 def _copy(put: ShortPut, memory: UInt8s, offset: int, *, checksums: bool) -> tuple[int, ...]:
     """Copy the values of the put to `offset` of an arena. Return their checksums if `checksums` is set."""
-    failpoint("put.mid_copy")
+    if armed:
+        failpoint("put.mid_copy")
     begin = address(memory) + offset
     for sources, size in zip(put.sources, put.sizes, strict=True):
         at = begin
@@ -344,7 +346,7 @@ def _copy(put: ShortPut, memory: UInt8s, offset: int, *, checksums: bool) -> tup
 
 def meta_of_short(put: ShortPut, committed: c.Committed) -> KVBatchMeta:
     """Return the meta of the stored samples, as that of a general put."""
-    return KVBatchMeta.of_put(
+    return KVBatchMeta.of_service(
         put.partition,
         list(put.ids),
         put.names,
