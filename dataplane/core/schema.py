@@ -110,6 +110,7 @@ def columns_of(field: str) -> tuple[str, ...]:
     return (field, *earlier_columns(field), variants_of(field))
 
 
+@functools.lru_cache(maxsize=4096)
 def field_of(column: str) -> str:
     """Return the field to which a column belongs, whether the column is hidden or not."""
     name, mark, suffix = column.rpartition(HIDDEN)

@@ -40,6 +40,7 @@ from dataplane.ledger.state.sessions import (
     ParkedClaim,
     ParkedFind,
     Session,
+    SessionStatus,
     check_limit,
 )
 from dataplane.ledger.state.state import State
@@ -129,17 +130,23 @@ class Ledger:
             self._handle_call(item)
         else:
             self._reports[type(item)](item)
-        self._serve_parked_calls()
-        self._drop_idle_alarms()
-        out = self._state.out
-        self._state.out = []
+        state = self._state
+        extents = state.extents
+        # Without these, nothing changed that parked calls wait for, or that `_pressure` watches.
+        changed = state.touched or extents.freed or extents.loosened or extents.moved
+        if changed or (state.finders and extents.stirred):
+            self._serve_parked_calls()
+        if state.alarms:
+            self._drop_idle_alarms()
+        out = state.out
+        state.out = []
         return out
 
     def next_deadline(self) -> float | None:
         """Return the ledger time at which the next `Tick` is due at the latest, or None if nothing can time out."""
         state = self._state
-        times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
-        times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
+        times = [self._liveness.next_look, self._reservations.retry_at()]
+        times += [heap[0][0] for heap in (state.alarms, state.wakes, state.leases.ends) if heap]
         if state.sessions:  # a longer gap between ticks means that the ledger was paused (`Liveness.check_sessions`)
             times.append(state.now + state.heartbeat_s)
         first = min(times)
@@ -266,13 +273,20 @@ class Ledger:
         """Serve all parked calls that can be served now, then update `pressed`. Repeats, because claims that drop
         groups free space for puts, and evictions for puts change what claims wait for."""
         state = self._state
-        while state.touched or state.extents.freed or state.extents.loosened:
-            self._reservations.serve_waiting()
-            self._claims.serve_waiting()
-        if state.finders and state.extents.stirred:
-            state.extents.stirred = False
+        extents = state.extents
+        while state.touched or extents.freed or extents.loosened:
+            if state.puts_wait:
+                self._reservations.serve_waiting()
+            else:
+                extents.freed = False
+                extents.loosened = set()
+            if state.touched:
+                self._claims.serve_waiting()
+        if state.finders and extents.stirred:
+            extents.stirred = False
             self._drains.serve_waiting()
-        self._pressure.update()
+        if extents.moved:
+            self._pressure.update()
 
     # --- calls
 
@@ -282,7 +296,7 @@ class Ledger:
         state = self._state
         call_id = call.call_id
         session = state.sessions.get(call.session)
-        if session is None or not session.live:
+        if session is None or session.state is not SessionStatus.LIVE:
             self._refuse_expired(call, session)
             return
         session.record_contact(state.now)
@@ -314,14 +328,17 @@ class Ledger:
         """Run a command, and answer it unless it was parked."""
         result: c.Result | DataPlaneError | None
         try:
-            if not isinstance(command, _EXEMPT_FROM_LIMIT):
-                limit = self._state.limits.in_flight
-                check_limit("calls in flight", session.unanswered + 1, limit, "Wait for answers to earlier calls.")
+            calls = len(session.parked) + len(session.answers) + 1
+            limit = self._state.limits.in_flight
+            if calls > limit and not isinstance(command, _EXEMPT_FROM_LIMIT):
+                check_limit("calls in flight", calls, limit, "Wait for answers to earlier calls.")
             result = self._handlers[type(command)](session, call_id, command)
         except DataPlaneError as error:
             result = error
         if result is not None:
-            self._state.answer(session, call_id, result)
+            session.keep_answer(call_id, result, self._state.limits)
+            answer = c.Answer(session=session.session_id, call_id=call_id, result=result)
+            self._state.out.append(answer)
 
     def _refuse_expired(self, call: c.Call, session: Session | None) -> None:
         """Answer a call of a session that is not live: with an error, or `Done` for a `Bye`."""
@@ -424,9 +441,14 @@ class Ledger:
         state = self._state
         gap = item.now - state.now
         state.now = max(state.now, item.now)
-        self._claims.expire_leases()
-        state.wake()
-        self._liveness.check_sessions(gap)
+        if state.leases.ends:
+            self._claims.expire_leases()
+        if state.wakes:
+            state.wake()
+        if self._liveness.next_look <= state.now:
+            self._liveness.check_sessions(gap)
+        if not state.alarms:  # no call waits
+            return
         if self._reservations.retry_at() <= state.now:
             state.extents.freed = True  # evaluates the waiting puts, which orders the growth again
         # Calls that can be served now must not time out.
@@ -437,7 +459,6 @@ class Ledger:
             parked = None if session is None else session.parked.get(call_id)
             if parked is not None:
                 self._time_out(parked)
-        self._serve_parked_calls()
 
     def _time_out(self, parked: Parked) -> None:
         """End a call that reached its deadline."""

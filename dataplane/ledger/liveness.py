@@ -312,11 +312,9 @@ class Liveness:
                 self._probe(session)
 
     def check_sessions(self, gap: float) -> None:
-        """Probe silent and ending sessions, and end those that timed out, if a check is due. `gap` is the time between
-        the last two ticks. Sets the time of the next check."""
+        """Probe silent and ending sessions, and end those that timed out. Called when `next_look`
+        is reached, which it sets again. `gap` is the time between the last two ticks."""
         state = self.state
-        if state.now < self.next_look:
-            return
         self.next_look = float("inf")
         for session in list(state.sessions.values()):
             if not session.live:

@@ -10,7 +10,9 @@ import pytest
 from dataplane.errors import CapacityTimeoutError, ClaimTimeoutError, InternalError
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import Evictions
+from dataplane.ledger.allocation.reservations import Reservations
 from dataplane.ledger.claims import why_blocked
+from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.state import sessions
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim
@@ -129,6 +131,39 @@ def test_the_values_of_a_put_that_waits_are_not_gone_through_for_what_others_fre
             client.clear("one", partition="q")
     assert looks.rows <= 100
     assert client.result(waiting) is None
+
+
+def test_a_call_that_nobody_waits_for_has_no_waiting_call_evaluated(
+    crowd: tuple[Driver, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, client = crowd
+    client.register()
+    client.register("q")
+    claims = [client.waits(client.claim(1)) for _ in range(50)]
+    evaluated: list[object] = []
+    for part in (Claims, Reservations):
+        monkeypatch.setattr(part, "serve_waiting", evaluated.append)
+    for i in range(3):
+        client.put([f"q{i}"], {"x": [KIB]}, partition="q")
+        client.clear(f"q{i}", partition="q")
+        driver.tick(driver.now + 0.01)
+    assert evaluated == []
+    monkeypatch.undo()
+    client.put(["p0"], {"x": [KIB]})
+    assert isinstance(client.result(claims[0]), c.Claimed)
+    assert client.result(claims[1]) is None
+
+
+def test_what_was_freed_before_a_put_waits_does_not_have_it_evaluated_again(
+    crowd: tuple[Driver, Client],
+) -> None:
+    driver, client = crowd
+    client.register()
+    client.put(["a"], {"x": [KIB]})
+    client.clear("a")
+    extents = driver.ledger._state.extents
+    assert not extents.freed
+    assert not extents.loosened
 
 
 class Untouched(dict[int, Any]):

@@ -260,18 +260,18 @@ class Pressure:
         self.state = state
 
     def update(self) -> None:
-        """Update `pressed`, and the peaks of the units, after an input. Does nothing unless bytes were taken or freed.
-        Of the partitions, it examines only those of these bytes."""
+        """Update `pressed`, and the peaks of the units, after an input that took or freed bytes. Of
+        the partitions, it examines only those of these bytes."""
         state = self.state
         # The ids of the accounts that gained or lost bytes.
         moved = state.extents.moved
         state.extents.moved = set()
-        if not moved:
-            return
         for unit in state.units.values():
-            unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
-            self._update_gauge(unit, unit.used_bytes, unit.limit(update=False))
-        for partition in [state.budgeted[account_id] for account_id in sorted(moved) if account_id in state.budgeted]:
+            used = unit.used_bytes
+            unit.peak_bytes = max(unit.peak_bytes, used)
+            self._update_gauge(unit, used, unit.limit(update=False))
+        for account_id in sorted(moved & state.budgeted.keys()):
+            partition = state.budgeted[account_id]
             limit = budget_limit(state, partition, update=False)  # not None: the partition has a budget
             self._update_gauge(partition, partition.account.used_bytes, limit or 0)
 

@@ -290,19 +290,14 @@ class Session:
         self.silent = False
         self.suspected = None
 
-    @property
-    def unanswered(self) -> int:
-        """Number of calls whose answers the client may not have received."""
-        return len(self.parked) + len(self.answers)
-
     def is_settled(self, call_id: int) -> bool:
         """Whether a call with this id will not be executed (again)."""
-        return call_id < self.watermark or call_id in self.above
+        return call_id < self.watermark or (bool(self.above.bounds) and call_id in self.above)
 
     def keep_answer(self, call_id: int, result: Result | DataPlaneError, limits: Limits) -> None:
         """Keep an answer for repetitions of its call. An answer beyond the limits is not kept, and repetitions of its
         call are rejected."""
-        size = size_of(result)
+        size = 0 if type(result) in _FIXED_SIZE else size_of(result)
         # The first large answer is kept whatever its size. A small answer has size 0 (see `size_of`).
         fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
         # Twice `in_flight`, because calls that release something are exempt from that limit.
@@ -320,9 +315,19 @@ class Session:
         """Settle all calls below `watermark` and in `confirmed` (pairs of first and last id): the client has their
         answers or no longer needs them. Return the parked calls among them, which the caller cancels, and the claims
         that are now final. Settled ids remain settled, in whatever order calls arrive."""
+        settled: Iterable[int] = ()
+        if watermark > self.watermark:
+            settled = (self.watermark,)
+            if watermark > self.watermark + 1:
+                settled = self._unsettled_between(self.watermark, watermark - 1)
+            self.watermark = watermark
+            if self.above.bounds:
+                self.above.drop_below(watermark)  # `watermark` covers them
+        if confirmed:
+            settled = [*settled, *self._settle_above(confirmed, limits)]
         cancelled: list[Parked] = []
         final: list[UnconfirmedClaim] = []
-        for call_id in self._record_settled(watermark, confirmed, limits):
+        for call_id in settled:
             self.answers.pop(call_id, None)
             if call_id in self.unconfirmed:
                 claimed = self.unconfirmed.pop(call_id)
@@ -334,19 +339,12 @@ class Session:
                 cancelled.append(self.parked[call_id])
         return cancelled, final
 
-    def _record_settled(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
-        """Record the ids as settled (see `confirm`). Return those among them that may have an answer, a claim or a
-        parked call."""
-        settled: Iterable[int] = ()
-        if watermark > self.watermark:
-            settled = self._unsettled_between(self.watermark, watermark - 1)
-            self.watermark = watermark
-            if self.above.bounds:
-                self.above.drop_below(watermark)  # `watermark` covers them
-        if not confirmed:
-            return settled
-        call_ids = list(settled)
-        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):  # an unpaired id at the end is ignored
+    def _settle_above(self, confirmed: tuple[int, ...], limits: Limits) -> list[int]:
+        """Record the confirmed ids above the watermark as settled (see `confirm`). Return those
+        among them that may have an answer, a claim or a parked call."""
+        call_ids: list[int] = []
+        # An unpaired id at the end is ignored.
+        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
             first = max(first, self.watermark)
             # Between two ranges is an unanswered call, and their number is limited. A client that confirms more ranges
             # is faulty: the ranges beyond the limit stay unconfirmed.
@@ -359,7 +357,7 @@ class Session:
         """Return the ids from `first` to `last`, ascending: all of them, or of a range that is longer than the list
         of unanswered calls only those with an answer, a claim or a parked call. A client may send any ids, so a
         long range is not gone through."""
-        if last - first <= self.unanswered:
+        if last - first <= len(self.parked) + len(self.answers):
             return range(first, last + 1)
         candidates = {*self.answers, *self.unconfirmed, *self.parked}
         return sorted([call_id for call_id in candidates if first <= call_id <= last])
@@ -414,6 +412,8 @@ class Want:
         return sorted(units, key=rank) if len(units) > 1 else units
 
 
+_FIXED_SIZE = frozenset({c.Done, c.Cleared, c.Preallocated, c.Consumption, c.Moved})
+"""The results without strings, arrays and tuples, which are small."""
 SMALL_BYTES = 4096
 """Smaller answers count as 0 bytes, because the number of answers is bounded, too."""
 _ITEM_BYTES = 64

@@ -132,7 +132,7 @@ class State:
     @property
     def puts_wait(self) -> bool:
         """Whether any put waits for space."""
-        return bool(self.moves) or any(self.space_waiters.values())
+        return bool(self.moves or self.space_waiters[True] or self.space_waiters[False])
 
     def all_puts(self) -> Iterator[ParkedAllocate]:
         """Return all puts that wait for space, including those that move cells."""
@@ -179,7 +179,7 @@ class State:
 
     def has_waiting_put(self, account: int) -> bool:
         """Whether a put of the account's partition waits for space, other than moves."""
-        return any(account in lines for lines in self.space_waiters.values())
+        return account in self.space_waiters[True] or account in self.space_waiters[False]
 
     def touch(self, partition: Partition) -> None:
         """Mark the partition's parked claims, if any, for another evaluation at the end of the current input."""

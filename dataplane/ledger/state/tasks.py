@@ -290,10 +290,6 @@ class Leases:
         self.open: dict[int, Lease] = {}
         self.ends: list[tuple[float, int]] = []
 
-    def next_end(self) -> float:
-        """Return the time of the next check of a lease, infinity without leases."""
-        return self.ends[0][0] if self.ends else float("inf")
-
     def owned_by(self, session: int) -> list[Lease]:
         """Return the leases of a session's claims."""
         return [lease for lease in self.open.values() if lease.owner == session]
@@ -357,7 +353,7 @@ class Leases:
         heapq.heapify(self.ends)
 
     def _drop_outdated(self) -> None:
-        """Remove outdated entries from the top of the heap, so that `next_end` does not report closed leases."""
+        """Remove outdated entries from the top of the heap: the first one is of an open lease."""
         while self.ends:
             when, claim = self.ends[0]
             lease = self.open.get(claim)
