@@ -35,8 +35,8 @@ TICK_S = 0.005
 """Maximum age of the ledger's clock in seconds when it handles an input."""
 FORGET_S = 300.0
 """ZMQ clients resend pending calls far more often than this, so calls not resent for this long are abandoned."""
-TOGETHER = 64
-"""Maximum number of ZMQ messages of an iteration."""
+_TICK_MS = poll_ms(TICK_S)
+_POLLIN = int(zmq.POLLIN)
 _FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_added"}
 INSPECT_S = 10.0
 """Timeout in seconds of `LedgerThread.inspect`."""
@@ -86,8 +86,9 @@ class _PendingRequest:
 class LedgerThread:
     """Runs `ledger` in a dedicated thread. Inputs come from the ZMQ server and from `submit` (any thread).
 
-    Each iteration handles all submitted inputs, then up to `TOGETHER` messages of the server, until another input is
-    submitted. It first applies a `Tick` if the last one is older than `TICK_S` or a deadline is reached. Outputs are
+    Each iteration handles all submitted inputs, then one message of the server. It first applies a
+    `Tick` if the last one is older than `TICK_S` or a deadline is reached. Deadlines are looked up
+    once no input has arrived for `TICK_S`; while inputs arrive, ticks find them. Outputs are
     delivered in the ledger's order. An exception in the ledger is logged with its input and answered with
     `InternalError`. An input that the journal cannot record is rejected and changes nothing.
 
@@ -110,6 +111,7 @@ class LedgerThread:
         self._facts = facts
         self._clock = clock
         self._last_tick = -math.inf  # the time of the last tick, by the ledger's clock
+        self._deadline = math.inf  # the ledger's next deadline, as far as it is known
         self._paused_s = 0.0  # by which the ledger's clock is behind `clock`
         self._unwritable = LimitedLog(log)  # of a journal that is not writable
         self._last_sweep = clock()  # the last time that abandoned requests were dropped
@@ -201,58 +203,78 @@ class LedgerThread:
 
     def _run(self) -> None:
         """Handle submitted inputs, messages and disconnects until `stop` or a fatal error."""
-        poller = zmq.Poller()
-        for source in (self._waker.fd, self._zmq.socket, self._zmq.monitor):
-            poller.register(source, zmq.POLLIN)
+        inputs = (self._waker.fd, self._zmq.socket, self._zmq.monitor)
+        sources = [(source, _POLLIN) for source in inputs]
+        observer = self._observer
+        wait_ms = 0
         try:
+            self._tick(self._clock())
             while not self._stopping.is_set():
-                deadline = self._ledger.next_deadline()
-                timeout_ms = None if deadline is None else poll_ms(deadline - self._now())
-                ready = dict(poller.poll(timeout_ms))
-                woken = 0.0 if self._observer is None else self._observer.clock()  # for `busy_s`
-                self._advance_clock(deadline)
-                if self._waker.fd in ready:
-                    self._waker.clear()  # before the inbox is read: a job added meanwhile wakes again
-                    while self._inbox:
-                        _run_guarded("a submitted input", self._inbox.popleft())
-                if self._zmq.socket in ready:
-                    _run_guarded("a message of the ZMQ server", self._serve_zmq)
-                if self._zmq.monitor in ready:
-                    _run_guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
-                self._drop_abandoned()
-                if self._observer is not None:
-                    self._observer.busy_s += self._observer.clock() - woken
+                ready = zmq.zmq_poll(sources, wait_ms)
+                woken = 0.0 if observer is None else observer.clock()  # for `busy_s`
+                now = self._clock() - self._paused_s  # time of the ledger's clock
+                if now >= self._deadline or (ready and now - self._last_tick >= TICK_S):
+                    self._tick(now)
+                if ready:
+                    self._handle_ready(dict(ready))
+                    # The inputs may have set an earlier deadline, or opened the first session: the
+                    # ledger expects a tick at least once per heartbeat while a session is open.
+                    next_heartbeat = self._last_tick + self._facts.heartbeat_s
+                    self._deadline = min(self._deadline, next_heartbeat)
+                    wait_ms = _TICK_MS
+                else:
+                    deadline = self._ledger.next_deadline()
+                    self._deadline = math.inf if deadline is None else deadline
+                    wait_ms = poll_ms(self._deadline + self._paused_s - self._clock())
+                if observer is not None:
+                    observer.busy_s += observer.clock() - woken
         except Exception:
             log.critical("Service stops: the ledger thread failed", exc_info=True)
         finally:
             self._shut_down()
 
-    def _serve_zmq(self) -> None:
-        """Handle pending messages: at most `TOGETHER`, and none after the first while a submitted input waits."""
-        for _ in range(TOGETHER):
-            if not self._zmq.serve(self) or self._inbox:
-                return
+    def _handle_ready(self, ready: dict[object, int]) -> None:
+        """Handle the inputs at these sources. Errors are logged, so that one failure does not stop
+        the thread. ZMQ errors are raised, because a broken socket would be ready again at once."""
+        if self._waker.fd in ready:
+            self._waker.clear()  # before the inbox is read: a job added meanwhile wakes again
+            self._run_jobs()
+        try:
+            if self._zmq.socket in ready:
+                self._zmq.serve(self)
+            if self._zmq.monitor in ready:
+                self._zmq.notice_disconnects(self)
+        except zmq.ZMQError:
+            raise
+        except Exception:
+            log.exception("Service failed to handle a message or a disconnect and continues")
 
-    def _now(self) -> float:
-        """Return the time of the ledger's clock, which excludes pauses of this process."""
-        return self._clock() - self._paused_s
+    def _run_jobs(self) -> None:
+        """Run all submitted jobs. An error of a job is logged."""
+        while self._inbox:
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                log.exception("Service failed to handle a submitted input and continues")
 
-    def _advance_clock(self, deadline: float | None) -> None:
-        """Apply a `Tick` if it is due (see the class). `deadline` is the ledger's deadline before the wait.
+    def _tick(self, now: float) -> None:
+        """Apply a `Tick`, and drop abandoned requests once in `FORGET_S`.
 
         Pauses of this thread do not count: messages that clients sent meanwhile are still queued, so their leases and
         sessions would expire first."""
-        now = self._now()
-        has_ticked = self._last_tick > -math.inf
-        # The thread was paused if it is late by more than a heartbeat: for its deadline, or, if that had already passed
-        # at the last tick, for a tick now.
-        if has_ticked and deadline is not None and now - max(deadline, self._last_tick) > self._facts.heartbeat_s:
+        # The thread was paused if it is late by more than a heartbeat: for the deadline, or, if
+        # that had already passed at the last tick, for a tick now.
+        if now - max(self._last_tick, self._deadline) > self._facts.heartbeat_s:
             log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._last_tick)
             self._paused_s += now - self._last_tick
             now = self._last_tick  # the clock continues where it stopped
-        if now - self._last_tick >= TICK_S or (deadline is not None and deadline <= now):
-            self._last_tick = now
-            self._apply(c.Tick(now=now))
+        self._last_tick = now
+        self._deadline = math.inf  # until it is looked up again
+        outputs = self._apply(c.Tick(now=now))
+        if outputs:
+            self._deliver_all(outputs)
+        if now - self._last_sweep >= FORGET_S:
+            self._drop_abandoned()
 
     def handle(
         self,
@@ -267,46 +289,47 @@ class LedgerThread:
         """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `orders`: as in
         `submit`. `lasting`: the caller does not resend the request. `record`: the encoded form of `item`, if it arrived
         so."""
-        key = key_of(item)
-        # Recorded before the item is applied, because the answer may be among its outputs.
+        began = 0.0 if self._observer is None else self._observer.clock()
+        outputs = self._apply(item, record)
+        key = None if reply is None else key_of(item)
         if key is not None and reply is not None:
+            is_only_caller = key not in self._pending and orders is None
+            if is_only_caller and len(outputs) == 1 and key_of(outputs[0]) == key:
+                self._answer(key, item, (reply,), outputs[0], began)
+                return
+            # Before the delivery, because the answer may be among several outputs.
             pending = self._pending.get(key)
             if pending is None:
-                pending = self._pending[key] = _PendingRequest(
-                    item, began=0.0 if self._observer is None else self._observer.clock()
-                )
+                pending = self._pending[key] = _PendingRequest(item, began=began)
             pending.replies[caller] = reply
             pending.last = self._last_tick
             pending.lasting = pending.lasting or lasting
             pending.orders = orders or pending.orders
-        self._apply(item, record)
+        self._deliver_all(outputs)
 
-    def _apply(self, item: c.Input, record: bytes | None = None) -> None:
-        """Apply `item` and deliver its outputs. If the ledger raises, the output is the rejection of `item`."""
+    def _apply(self, item: c.Input, record: bytes | None = None) -> list[c.Output]:
+        """Apply `item` and return its outputs. If the ledger raises: the rejection of `item`."""
         try:
             if self._journaled is None or record is None:
-                outputs = self._ledger.apply(item)
-            else:
-                outputs = self._journaled.apply(item, record)
+                return self._ledger.apply(item)
+            return self._journaled.apply(item, record)
         except StateDirError as error:
             line = f"{error}; requests are rejected until the journal is writable"
             self._unwritable.write(logging.ERROR, line)
             answer = rejection_of(item, error)
-            outputs = [] if answer is None else [answer]
         except Exception as error:
             log.exception("Ledger failed on %r", item)
             answer = rejection_of(item, InternalError(what=f"{_name_of(item)}: {error!r}"))
-            outputs = [] if answer is None else [answer]
+        return [] if answer is None else [answer]
+
+    def _deliver_all(self, outputs: list[c.Output]) -> None:
+        """Deliver outputs in their order; replies to one caller over ZMQ travel in one message."""
         if len(outputs) == 1:
             self._deliver(outputs[0])
         elif outputs:
-            self._deliver_all(outputs)
-
-    def _deliver_all(self, outputs: Iterable[c.Output]) -> None:
-        """Deliver several outputs; replies to one caller over ZMQ travel in one message."""
-        with self._zmq.replies_together():
-            for output in outputs:
-                self._deliver(output)
+            with self._zmq.replies_together():
+                for output in outputs:
+                    self._deliver(output)
 
     def _deliver(self, output: c.Output) -> None:
         """Deliver one output: to the log, to a storage unit, or to all callers of the request that it answers."""
@@ -319,24 +342,41 @@ class LedgerThread:
             orders = self._units.get(output.unit)
             if orders is not None:
                 failpoint("controller.before_order")
-                _call_back(orders, output)
+                try:
+                    orders(output)
+                except Exception:
+                    log.exception("Could not deliver %s", type(output).__name__)
             return
         pending = self._pending.pop(key, None)
         if pending is None:  # answered already, or withdrawn
             return
         if isinstance(output, c.UnitAdded) and output.error is None and pending.orders is not None:
             self._units[output.unit] = pending.orders  # replaces those of an earlier stream
+        self._answer(key, pending.item, pending.replies.values(), output, pending.began)
+
+    def _answer(
+        self,
+        key: Key,
+        item: c.Input,
+        replies: Iterable[Reply],
+        output: c.Output,
+        began: float,
+    ) -> None:
+        """Deliver the output that answers `item`, whose key is `key`, to its callers."""
         failpoint(_FAILPOINTS.get(key[0], "controller.before_reply"))
-        for reply in pending.replies.values():
-            _call_back(reply, output)
+        for reply in replies:
+            try:
+                reply(output)
+            except Exception:
+                log.exception("Could not deliver %s", type(output).__name__)
         if self._observer is not None:
-            self._observer.answered(pending.item, output, pending.began)
+            self._observer.answered(item, output, began)
 
     def _detach(self, unit: int, orders: Orders) -> None:
         """Report the unit as lost, unless another stream than that of `orders` serves it now."""
         if self._units.get(unit) == orders:
             del self._units[unit]
-            self._apply(c.UnitLost(unit=unit))
+            self._deliver_all(self._apply(c.UnitLost(unit=unit)))
 
     def _forget(self, item: c.Input, reply: Reply) -> None:
         """Remove the reply to a request. After the last one, the request is no longer pending and its answer is
@@ -349,9 +389,7 @@ class LedgerThread:
                 del self._pending[key]
 
     def _drop_abandoned(self) -> None:
-        """Drop, once in `FORGET_S`, the pending requests that their callers have not resent for so long."""
-        if self._last_tick - self._last_sweep < FORGET_S:
-            return
+        """Drop the pending requests that their callers have not resent for `FORGET_S`."""
         self._last_sweep = self._last_tick
         for key, pending in list(self._pending.items()):
             if not pending.lasting and self._last_tick - pending.last > FORGET_S:
@@ -365,29 +403,9 @@ class LedgerThread:
             pending = self._pending.pop(key)
             answer = rejection_of(pending.item, error)
             assert answer is not None  # requests with a key have one
-            for reply in pending.replies.values():
-                _call_back(reply, answer)
+            self._answer(key, pending.item, pending.replies.values(), answer, pending.began)
         self._zmq.close()  # after the answers, which it still sends
         self.ended.set()
-
-
-def _run_guarded(what: str, work: Callable[[], None]) -> None:
-    """Run `work` and log its errors, so that one failure does not stop the thread. ZMQ errors are raised, because a
-    broken socket would be ready again immediately."""
-    try:
-        work()
-    except zmq.ZMQError:
-        raise
-    except Exception:
-        log.exception("Service failed to handle %s and continues", what)
-
-
-def _call_back(reply: Reply, output: c.Output) -> None:
-    """Call `reply`, or a recipient of a unit's orders, with the output. Logs its errors."""
-    try:
-        reply(output)
-    except Exception:
-        log.exception("Could not deliver %s", type(output).__name__)
 
 
 def _name_of(item: c.Input) -> str:

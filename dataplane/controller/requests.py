@@ -10,10 +10,8 @@ from google.protobuf.message import Message
 from dataplane.config import PUT_TIMEOUT_S
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
-from dataplane.ledger.encoding import messages
-from dataplane.protocol import codec
+from dataplane.protocol import codec, zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.zmq_frames import Welcome
 
 Reply = Callable[[c.Output], None]
 """Callback for the single output that answers a request. Called in the ledger thread; must not block."""
@@ -100,19 +98,24 @@ def message_of(output: c.Output, facts: Facts) -> Message:
     return wire
 
 
-def body_of(output: c.Output, facts: Facts) -> bytes:
-    """Encode the reply to a request over ZMQ. Raises as `value_of`."""
-    value = value_of(output)
-    if isinstance(value, c.Opened):
-        value = Welcome(
-            opened=value,
-            endpoints=facts.endpoints,
-            host=facts.host,
-            heartbeat_s=facts.heartbeat_s,
-            put_timeout_s=facts.put_timeout_s,
-            durable=facts.durable,
-        )
-    return messages.encode(value)
+def frame_of(output: c.Output, facts: Facts) -> bytes:
+    """Return the frame of the reply to a request over ZMQ: with the result, or with the error if
+    the request failed or its result is too large."""
+    call_id = output.call_id if type(output) is c.Answer else 0  # 0: of a request without an id
+    try:
+        value = value_of(output)
+        if isinstance(value, c.Opened):
+            value = zmq_frames.Welcome(
+                opened=value,
+                endpoints=facts.endpoints,
+                host=facts.host,
+                heartbeat_s=facts.heartbeat_s,
+                put_timeout_s=facts.put_timeout_s,
+                durable=facts.durable,
+            )
+        return zmq_frames.answer(call_id, value)
+    except DataPlaneError as error:
+        return zmq_frames.refusal(call_id, error)
 
 
 def heartbeat_message(facts: Facts, min_heartbeat_s: float) -> pb.HeartbeatReply:

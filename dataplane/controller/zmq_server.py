@@ -12,11 +12,11 @@ from typing import Protocol
 
 import zmq
 
-from dataplane.controller.requests import Facts, Reply, body_of
+from dataplane.controller.requests import Facts, Reply, frame_of
 from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import cannot_listen
-from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, receive_event, send
+from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive_event, send
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
@@ -104,11 +104,21 @@ class ZmqServer:
 
     def serve(self, handler: Handler) -> bool:
         """Handle one message and return whether there was one. Call it when `socket` is readable. Does not block."""
+        receive = self.socket.recv
         try:
-            frames = receive(self.socket, NOBLOCK)
+            peer = receive(NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        self._dispatch(handler, *frames)
+        frame = receive(copy=False)  # does not block: a message arrives as a whole
+        request = frame.bytes
+        if frame.more or request == zmq_frames.JOINED:
+            frames = [request]
+            while frame.more:
+                frame = receive(copy=False)
+                frames.append(frame.bytes)
+            self._handle_several(handler, peer, frames)
+        else:
+            self._handle_request(handler, peer, request)
         return True
 
     def notice_disconnects(self, handler: Handler) -> None:
@@ -171,15 +181,16 @@ class ZmqServer:
                 del self._connections[session]
         return session
 
-    def _dispatch(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
-        """Handle the requests of one message; reply with the error if it is malformed."""
+    def _handle_several(self, handler: Handler, peer: zmq.Frame, frames: list[bytes]) -> None:
+        """Handle a message of several frames: one long request, or several. Reply with the error if
+        the message is malformed."""
         try:
-            requests = zmq_frames.split_requests([frame.bytes for frame in frames])
+            requests = zmq_frames.split_requests(frames)
         except DataPlaneError as error:
             self._log_rejection(peer.bytes, error)
             self._send(peer.bytes, zmq_frames.refusal(0, error))
             return
-        with self.replies_together() if len(requests) > 1 else contextlib.nullcontext():
+        with self.replies_together():
             for request in requests:
                 self._handle_request(handler, peer, request)
 
@@ -215,25 +226,19 @@ class ZmqServer:
         self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
         reply = zmq_frames.HeartbeatReply(epoch=self._facts.epoch, min_heartbeat_s=handler.min_heartbeat_s)
-        self._send(peer.bytes, zmq_frames.answer(0, messages.encode(reply)))
+        self._send(peer.bytes, zmq_frames.answer(0, reply))
 
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""
         assert self._facts is not None
-        call_id = output.call_id if isinstance(output, c.Answer) else 0  # 0: the reply to a request without an id
-        try:
-            body = body_of(output, self._facts)
-            zmq_frames.check_size(body, "the answer")
-            frame = zmq_frames.answer(call_id, body)
-        except DataPlaneError as error:
-            frame = zmq_frames.refusal(call_id, error)
-        self._send(caller, frame)
+        self._send(caller, frame_of(output, self._facts))
 
     def _send(self, caller: bytes, frame: bytes) -> None:
         """Send a reply, or hold it (see `replies_together`). Does not block. A ROUTER drops messages
         that the peer does not accept; the client resends."""
         if self._held is None:
-            send(self.socket, [caller, frame])
+            self.socket.send(caller, zmq.SNDMORE)
+            self.socket.send(frame)
         else:
             self._held.setdefault(caller, [caller]).append(frame)
 

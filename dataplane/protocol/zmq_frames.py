@@ -103,9 +103,13 @@ def check_size(body: bytes, what: str) -> None:
         raise RequestTooLargeError(wanted_bytes=len(body), limit_bytes=MAX_MESSAGE_BYTES, what=what)
 
 
-def answer(call_id: int, body: bytes) -> bytes:
-    """Return the frame of a successful reply."""
-    return _encode((call_id, OK, msgspec.Raw(body)))
+def answer(call_id: int, result: c.Value) -> bytes:
+    """Return the frame of a successful reply. Raises `InvalidRequestError` for a result that has no
+    encoded form, `RequestTooLargeError` for one that is too large."""
+    frame = messages.encode(result, call_id, OK)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        check_size(frame, "the answer")
+    return frame
 
 
 def refusal(call_id: int, error: DataPlaneError) -> bytes:

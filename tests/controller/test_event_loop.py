@@ -163,6 +163,48 @@ def test_a_withdrawn_reply_is_not_called(serve: Serve) -> None:
     assert gone.outputs.empty()
 
 
+def test_a_repeated_call_is_answered_once_to_each_caller(serve: Serve) -> None:
+    """It waits, and is answered at its last repetition, together with another output."""
+    first, second, ledger = Inbox(), Inbox(), ScriptedLedger(lambda item: None)
+    shell = serve(ledger)
+    replies: list[Reply] = [first.reply, second.reply]
+    for reply in (*replies, replies[0]):
+        shell.submit(call(1), reply)
+    ledger.wait_for(c.Call, 3)
+    apply = ledger.apply
+    ledger.answer = lambda item: c.Done()
+    ledger.apply = lambda item: [  # type: ignore[method-assign]
+        *([c.Notice(text="before it")] if isinstance(item, c.Call) else []),
+        *apply(item),
+    ]
+    shell.submit(call(1), replies[1])
+    for inbox in (first, second):
+        assert isinstance(result(inbox.take()), c.Done)
+    ledger_wakes(shell)
+    assert first.outputs.empty()
+    assert second.outputs.empty()
+    assert not shell._pending
+
+
+def test_nothing_is_recorded_of_a_call_that_is_answered_at_once(serve: Serve) -> None:
+    inbox, ledger = Inbox(), ScriptedLedger()
+    shell = serve(ledger)
+    seen = []
+
+    def answer(item: c.Call) -> c.Result:
+        seen.append(dict(shell._pending))
+        return c.Done()
+
+    def reply(output: c.Output) -> None:
+        seen.append(dict(shell._pending))
+        inbox.outputs.put(output)
+
+    ledger.answer = answer
+    shell.submit(call(1), reply)
+    assert isinstance(result(inbox.take()), c.Done)
+    assert seen == [{}, {}]
+
+
 def test_orders_go_to_the_units_link_until_it_is_detached(serve: Serve) -> None:
     ledger, inbox, first, second = ScriptedLedger(), Inbox(), Inbox(), Inbox()
     old, new = first.reply, second.reply

@@ -27,11 +27,11 @@ from dataplane.controller import controller as controller_module
 from dataplane.controller import zmq_server
 from dataplane.controller.controller import Controller
 from dataplane.controller.event_loop import LedgerThread
-from dataplane.controller.requests import Facts, Reply, body_of
+from dataplane.controller.requests import Facts, Reply, frame_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core import zmq_io
 from dataplane.core.addresses import split_address
-from dataplane.errors import DataPlaneError, InvalidRequestError, ServiceUnavailableError
+from dataplane.errors import InvalidRequestError, ServiceUnavailableError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
@@ -172,10 +172,10 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
     with Controller(quiet) as controller:
         client = ControllerChannel.open(DataPlaneConfig(address=controller.address, heartbeat_s=600.0))
         client.call(c.Units())
-        count(zmq_server, "receive", "requests received")
-        count(zmq_server, "send", "replies sent")
+        count(ZmqServer, "_handle_request", "requests received")
+        count(ZmqServer, "_send", "replies sent")
         count(messages, "decode_request", "requests read")
-        count(zmq_server, "body_of", "replies written")
+        count(zmq_server, "frame_of", "replies written")
         count(zmq_io, "send", "requests sent")
         count(zmq_frames, "decode_reply", "replies received")
         count(zmq_frames, "request", "requests written")
@@ -291,11 +291,7 @@ def link() -> Iterator[Link]:
 
 
 def as_reply(output: c.Answer, facts: Facts) -> zmq_frames.Reply:
-    try:
-        frame = zmq_frames.answer(output.call_id, body_of(output, facts))
-    except DataPlaneError as error:
-        frame = zmq_frames.refusal(output.call_id, error)
-    return zmq_frames.Reply.parse([frame])[0]
+    return zmq_frames.Reply.parse([frame_of(output, facts)])[0]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -226,8 +226,8 @@ def test_a_long_request_comes_in_short_frames() -> None:
 
 
 def test_answers_and_refusals_come_back() -> None:
+    (reply,) = zmq_frames.Reply.parse([zmq_frames.answer(7, c.Cleared(count=3))])
     body = messages.encode(c.Cleared(count=3))
-    (reply,) = zmq_frames.Reply.parse([zmq_frames.answer(7, body)])
     assert (reply.call_id, reply.error, bytes(reply.good_body())) == (7, None, body)
     (refusal,) = zmq_frames.Reply.parse([zmq_frames.refusal(8, PartitionNotFoundError(partition="p"))])
     assert refusal.call_id == 8
@@ -291,8 +291,7 @@ def test_a_message_has_a_limited_number_of_requests() -> None:
 
 def test_a_message_of_several_replies() -> None:
     error = PartitionNotFoundError(partition="p")
-    body = messages.encode(c.Done())
-    replies = zmq_frames.Reply.parse([zmq_frames.answer(7, body), zmq_frames.refusal(8, error)])
+    replies = zmq_frames.Reply.parse([zmq_frames.answer(7, c.Done()), zmq_frames.refusal(8, error)])
     assert [(reply.call_id, reply.outcome) for reply in replies] == [(7, "ok"), (8, "PartitionNotFoundError")]
     assert str(replies[1].error) == str(error)
 

@@ -35,24 +35,31 @@ CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
 _AnyInput = functools.reduce(operator.or_, c.Input.__subclasses__())
 
 
-def encode(value: c.Value) -> bytes:
-    """Encode an input, a result or an output. Raises `InvalidRequestError` for a value that has no encoded form."""
+def encode(value: c.Value, *before: int | str) -> bytes:
+    """Encode an input, a result or an output; with `before`, an array of these and the value.
+    Raises `InvalidRequestError` for a value that has no encoded form."""
     try:
-        return _encode(value)
+        return _encode((*before, value) if before else value)
     except (TypeError, ValueError, OverflowError) as error:
         raise _unrepresentable(value, error) from error
 
 
 def decode(message: bytes | memoryview) -> c.Input:
     """Decode any input. Its arrays are read-only. Raises `InvalidRequestError` for other bytes."""
-    item: c.Input = _checked(_AnyInput, message)
+    try:
+        item: c.Input = _decoder(_AnyInput).decode(message)
+    except MALFORMED as error:
+        raise _malformed(error, message) from error
     return item
 
 
 def decode_request(message: bytes) -> CallersInput:
     """Decode an input that a client may send. Its arrays are read-only. Raises `InvalidRequestError` for other
     bytes."""
-    item: CallersInput = _checked(CallersInput, message)
+    try:
+        item: CallersInput = _decoder(CallersInput).decode(message)
+    except MALFORMED as error:
+        raise _malformed(error, message) from error
     return item
 
 
@@ -82,16 +89,11 @@ def decode_as(kind: type[Any], message: bytes | memoryview) -> Any:
         raise InternalError(what=f"malformed reply: not a {kind.__name__} ({error})") from error
 
 
-def _checked(kind: Any, message: bytes | memoryview) -> Any:
-    """Decode an input of this type. Raises `InvalidRequestError` for other bytes."""
-    try:
-        return _decoder(kind).decode(message)
-    except MALFORMED as error:
-        raise InvalidRequestError(_in_command(str(error), message) or _elsewhere(error)) from error
-
-
-def _elsewhere(error: Exception) -> str:
-    return f"malformed request: {error}. If the client is of another release, install that of the service"
+def _malformed(error: Exception, message: bytes | memoryview) -> InvalidRequestError:
+    """Return the error for a message that is not an input. error: the exception of the decoder."""
+    release = "If the client is of another release, install that of the service"
+    elsewhere = f"malformed request: {error}. {release}"
+    return InvalidRequestError(_in_command(str(error), message) or elsewhere)
 
 
 def _in_command(error: str, message: bytes | memoryview) -> str:
