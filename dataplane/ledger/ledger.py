@@ -321,8 +321,9 @@ class Ledger:
         cancelled, final_claims = session.confirm(call.watermark, call.confirmed, state.limits)
         for parked in cancelled:
             state.unpark(parked, CallCancelledError(session=session.session_id, call_id=parked.call_id))
-        for claim in final_claims:
-            state.recheck_puts(claim.partition, claim.rows)
+        if state.parked:  # perhaps a put, which waits until samples are consumed
+            for claim in final_claims:
+                state.recheck_puts(claim.partition, claim.rows)
 
     def _execute(self, session: Session, call_id: int, command: c.Command) -> None:
         """Run a command, and answer it unless it was parked."""
