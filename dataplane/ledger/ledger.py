@@ -419,6 +419,7 @@ class Ledger:
         state.session_timeout_s = item.session_timeout_s
         state.checksums = item.checksums
         state.watermarks = item.low_watermark, item.high_watermark
+        state.extents.moved.update([0, *state.budgeted])  # has all gauges updated
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
             unit.awaited = unit.awaited or unit.connected  # before `lost`, which clears `connected`

@@ -262,6 +262,9 @@ def other_work(driver: Twins, client: Client, chance: random.Random) -> None:
             client.raw(c.Clear(partition=chance.choice(["p", "q"]), samples=None))
         case 11 if chance.random() < 0.2:
             client.post(c.FindCells(unit=1, timeout_s=2.0))
+        case 9:
+            error = chance.choice([None, None, "no memory"])
+            driver.apply(c.Grown(unit=1, backed_bytes=1 << 17, error=error))
         case 14 if chance.random() < 0.4:
             driver.apply(
                 c.Restarted(

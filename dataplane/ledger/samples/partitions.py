@@ -223,6 +223,7 @@ class UnitReports:
         unit.connected = True
         unit.awaited = False
         unit.record_backing(item.backed_bytes)
+        self.state.extents.moved.add(0)  # the unit's limit may have changed
         self._announce(unit)
         self.liveness.unit_back(unit.unit_id)
 
@@ -276,6 +277,7 @@ class UnitReports:
             unit.retry_at = self.state.now + RETRY_S  # of growth, if it failed
             self.reservations.grow_ahead(unit)
             self.state.extents.freed = True
+            self.state.extents.moved.add(0)  # the unit's limit has changed
 
     def drop(self, item: c.DropUnit) -> None:
         """Handle the input `DropUnit`: drop the unit and output the result."""

@@ -66,7 +66,6 @@ def put_rows(state: State, session: Session, command: PutRows) -> Committed | No
                 tag.present[row] = True
                 tag.count += 1
     partition.record_write(session.session_id, session.name, state.now, plan.names)
-    state.extents.moved.add(account_id)
     if partition.watches:
         partition.notify_watches(rows)
         state.touch(partition)
