@@ -142,7 +142,7 @@ class _OperationRecord:
         match _general(command), result:
             case c.Locate(), c.RowsLocated() if self._reads and isinstance(command, c.LocateRows):
                 self._samples = len(result.rows)
-                self._bytes = _nbytes(command, result)
+                self._bytes = decode_plan(command.plan).nbytes(result.lengths)
             case c.Commit() as commit, c.Committed():  # added up: a restore sends many commits
                 self._samples += len(result.rows)
                 self._new_samples += result.born
@@ -181,13 +181,3 @@ class _OperationRecord:
 def _general(command: c.Command) -> c.Command:
     """Return the general form of a command."""
     return command.expand() if isinstance(command, c.SHORT) else command
-
-
-def _nbytes(command: c.LocateRows, located: c.RowsLocated) -> int:
-    """Return the bytes of all located values; 0 for a general answer, after which the read is repeated."""
-    count = len(located.rows)
-    columns = decode_plan(command.plan).columns if count else ()
-    return sum(
-        sum(located.lengths[position * count : (position + 1) * count]) * column.unit_bytes
-        for position, column in enumerate(columns)
-    )

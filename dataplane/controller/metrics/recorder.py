@@ -21,6 +21,7 @@ from dataplane.core.metrics import Op
 from dataplane.core.schema import field_of
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
+from dataplane.ledger.commands.short import decode_plan
 from dataplane.ledger.state.arrays import total
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ TOGETHER = 64
 """Number of answers that are counted together, which is faster than one by one."""
 HEAVY = 4_096
 """Pending answers are counted earlier if they hold this many samples, to release their memory."""
-_OF_SAMPLES = (c.Committed, c.Located, c.Claimed)
+_OF_SAMPLES = (c.Committed, c.Located, c.RowsLocated, c.Claimed)
+_GENERAL: dict[type[c.Value], type[c.Value]] = {c.PutRows: c.Commit, c.LocateRows: c.Locate}
+"""The commands as which their short forms are counted."""
 
 Follow = Callable[[Any, Any, Any, float, float], None]
 """Called as (call, command, result, arrival time, answer time) to count details of a successful
@@ -88,7 +91,9 @@ class Recorder:
             c.Allocate: self._count_allocate,
             c.Abort: self._count_abort,
             c.Commit: self._count_commit,
+            c.PutRows: self._count_put_rows,
             c.Locate: self._count_locate,
+            c.LocateRows: self._count_locate_rows,
             c.Release: self._count_release,
             c.Claim: self._count_claim,
             c.Clear: self._count_clear,
@@ -133,7 +138,8 @@ class Recorder:
         elif error := getattr(output, "error", None):
             result = error
         kind = type(command)
-        op = self.ops.get(kind) or self.ops.setdefault(kind, Op())
+        counted_as = _GENERAL.get(kind, kind)
+        op = self.ops.get(counted_as) or self.ops.setdefault(counted_as, Op())
         if isinstance(result, DataPlaneError):
             op.add(now - began, result)
             return
@@ -166,14 +172,34 @@ class Recorder:
     def _count_commit(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
         """Count a put. Its span begins with its Allocate if it had a reservation of its own, otherwise at `began`, the
         arrival of the Commit."""
-        samples = len(result.rows)
         nbytes = 0
         names = []
         for column in command.columns:
             lengths = column.lengths  # often one, whose sum costs more than `item`
             nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * column.spec.unit_bytes
             names.append(field_of(column.name))
-        moved = self._moved(command.partition)
+        if command.reservation is not None and command.offset is None:  # offset: a part of a Preallocate
+            began = self._reserved.pop((call.session, command.reservation), began)
+        self._count_put(call.session, command.partition, names, nbytes, result, began, now)
+
+    def _count_put_rows(self, call: c.Call, command: c.PutRows, result: c.Committed, began: float, now: float) -> None:
+        plan = decode_plan(command.plan)
+        nbytes = plan.nbytes(command.lengths)
+        self._count_put(call.session, command.partition, list(plan.names), nbytes, result, began, now)
+
+    def _count_put(
+        self,
+        session: int,
+        partition: str,
+        names: list[str],
+        nbytes: int,
+        result: c.Committed,
+        began: float,
+        now: float,
+    ) -> None:
+        """Count a put of these fields, which took from `began` to `now`."""
+        samples = len(result.rows)
+        moved = self._moved(partition)
         moved["put_samples"] += samples
         moved["put_bytes"] += nbytes
         moved["new_samples"] += result.born
@@ -181,9 +207,7 @@ class Recorder:
         second = self._flow.second_at(now + self._unix_s)
         second.puts += samples
         second.put_bytes += nbytes
-        if command.reservation is not None and command.offset is None:  # offset: a part of a Preallocate
-            began = self._reserved.pop((call.session, command.reservation), began)
-        self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
+        self._timeline.add((session, "put", partition, names, samples, nbytes, began, now))
 
     def _count_locate(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
         """Count a get. Its span is added when its Release is answered."""
@@ -193,13 +217,35 @@ class Recorder:
             lengths = field.lengths.clip(0) if command.missing_ok else field.lengths  # negative: the value is missing
             if field.spec.settled:  # the size of a value is known
                 nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * field.spec.unit_bytes
-        moved = self._moved(command.partition)
+        self._count_get(call, command.partition, command.fields, samples, nbytes, began, now)
+
+    def _count_locate_rows(
+        self, call: c.Call, command: c.LocateRows, result: c.RowsLocated, began: float, now: float
+    ) -> None:
+        """Count a get. After a general answer, the client repeats it."""
+        if result.general is None:
+            plan = decode_plan(command.plan)
+            nbytes = plan.nbytes(result.lengths)
+            self._count_get(call, command.partition, plan.names, len(result.rows), nbytes, began, now)
+
+    def _count_get(
+        self,
+        call: c.Call,
+        partition: str,
+        fields: tuple[str, ...],
+        samples: int,
+        nbytes: int,
+        began: float,
+        now: float,
+    ) -> None:
+        """Count a get, whose call to locate the rows took from `began` to `now`."""
+        moved = self._moved(partition)
         moved["got_samples"] += samples
         moved["got_bytes"] += nbytes
         second = self._flow.second_at(now + self._unix_s)
         second.gets += samples
         second.get_bytes += nbytes
-        reading = command.partition, command.fields, samples, nbytes, began
+        reading = partition, fields, samples, nbytes, began
         self._reading.store((call.session, call.call_id), reading)
 
     def _count_release(self, call: c.Call, command: c.Release, result: c.Done, began: float, now: float) -> None:

@@ -160,6 +160,16 @@ class Plan:
         distinct = len(set(self.names)) == len(self.names)
         self.is_valid = distinct and all(column.spec.settled for column in columns)
 
+    def nbytes(self, lengths: tuple[int, ...]) -> int:
+        """Return the bytes of values of these lengths."""
+        count = len(lengths) // max(len(self.columns), 1)
+        return sum(
+            [
+                sum(lengths[position * count : (position + 1) * count]) * column.unit_bytes
+                for position, column in enumerate(self.columns)
+            ]
+        )
+
 
 def encode_plan(columns: tuple[PlanColumn, ...]) -> bytes:
     """Encode the columns of puts for `PutRows.plan`. Equal plans have equal bytes."""

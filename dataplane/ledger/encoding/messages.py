@@ -129,8 +129,14 @@ def _array(kind: Any, content: Any) -> Any:
     """Decode an array of numbers, the only type that msgpack does not know."""
     if not isinstance(content, bytes):
         raise ValueError(f"expected the bytes of an array, got {type(content).__name__}")
+    return np.frombuffer(content, _dtype_of(kind))
+
+
+@functools.cache
+def _dtype_of(kind: Any) -> Any:
+    """Return the dtype of a type of arrays."""
     (dtype,) = get_args(get_args(kind)[1])
-    return np.frombuffer(content, dtype)
+    return dtype
 
 
 @functools.cache
