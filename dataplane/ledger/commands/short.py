@@ -153,12 +153,12 @@ class Plan:
     def __init__(self, columns: tuple[PlanColumn, ...]) -> None:
         self.columns = columns
         self.names = tuple([column.name for column in columns])
-        self.fields = frozenset(map(field_of, self.names))
         # The other columns that can hold rows of these fields.
-        self.others = frozenset(other for name in self.names for other in columns_of(field_of(name)) if other != name)
-        # Whether each column occurs once and has a complete spec.
+        self.others = frozenset(other for name in self.names for other in columns_of(name)[1:])
+        # Whether each column occurs once, is the one of its field's name, and has a complete spec.
         distinct = len(set(self.names)) == len(self.names)
-        self.is_valid = distinct and all(column.spec.settled for column in columns)
+        own = all(field_of(name) == name for name in self.names)
+        self.is_valid = distinct and own and all(column.spec.settled for column in columns)
 
     def nbytes(self, lengths: tuple[int, ...]) -> int:
         """Return the bytes of values of these lengths."""

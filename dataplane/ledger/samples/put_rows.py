@@ -258,7 +258,7 @@ def _fields_of(partition: Partition, plan: Plan, rows: Int64s, newborn: int) -> 
     """Return the fields that all of the rows have. New samples have those of the plan."""
     if newborn < len(rows):
         return partition.common_fields(rows)
-    return tuple([name for name in partition.fields if name in plan.fields])
+    return tuple([name for name in partition.fields if name in plan.names])
 
 
 def _tags_of(partition: Partition, command: PutRows, rows: Int64s, newborn: int) -> tuple[TagColumn, ...]:

@@ -12,7 +12,7 @@ from dataplane.core.schema import HIDDEN, columns_of, earlier_columns, field_of
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
 from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
-from dataplane.ledger.state.arrays import Bools, every, first_true, some
+from dataplane.ledger.state.arrays import Bools, first_true, some
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.fields import Field
 from dataplane.ledger.state.rows import Rows
@@ -452,7 +452,9 @@ class Partition:
         if not len(rows):
             return ()
         if self.is_plain:
-            return tuple([name for name, field in self.fields.items() if every(field.extents[rows])])
+            count = len(rows)
+            cells = {name: np.count_nonzero(field.extents[rows]) for name, field in self.fields.items()}
+            return tuple([name for name in cells if cells[name] == count])
         return tuple([name for name in self.names() if self.has(name, rows).all()])
 
 
