@@ -100,12 +100,14 @@ class Service:
         fields = {"x": [torch.arange(SMALL)], "reward": torch.zeros(1)}
         names = ["short"]
         walk: dict[str, Entered] = {}
+        short = 0  # the walks so far that took both short ways; the second one finds warm caches
         for _ in range(100):
             _, put = entered(self._controller, lambda: client.put_samples(names, "train", fields))
             _, read = entered(self._controller, lambda: client.get_samples(names, "train", list(fields)))
             client.clear_samples(names, "train")
             walk = {"put_samples": put, "get_samples": read}
-            if all(walk[call].commands == commands for call, (_, commands) in SHORT.items()):
+            short += all(walk[call].commands == commands for call, (_, commands) in SHORT.items())
+            if short == 2:
                 break
         return walk
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from dataplane.controller.requests import Facts, body_of
+from dataplane.controller.requests import Facts, frame_of
 from dataplane.errors import ERROR_TYPES, DataPlaneError, InvalidRequestError, SessionExpiredError, to_wire
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
@@ -108,17 +108,16 @@ def _answered(item: c.Input, output: c.Output) -> None:
     if isinstance(output, c.FenceSession | c.GrowArena):
         unit_stream.order_from_pb(unit_stream.order_to_pb(output))
         return
-    call_id = output.call_id if isinstance(output, c.Answer) else 0
-    try:
-        body = body_of(output, FACTS)
-        zmq_frames.answer(call_id, body)
-    except DataPlaneError as error:
-        back = zmq_frames.Reply.parse([zmq_frames.refusal(call_id, error)])[0].error
+    (reply,) = zmq_frames.Reply.parse([frame_of(output, FACTS)])
+    error = getattr(output, "error", None)
+    if isinstance(output, c.Answer) and isinstance(output.result, DataPlaneError):
+        error = output.result
+    if error is not None:
+        back = reply.error
         if type(back) is not type(error) or str(back) != str(error):
-            raise FindingError(f"the client reads {back!r} for {error!r}") from error
-        return
-    if isinstance(output, c.Answer) and isinstance(item, c.Call) and output.call_id == item.call_id:
-        messages.decode_result(type(item.command), body)
+            raise FindingError(f"the client reads {back!r} for {error!r}")
+    elif isinstance(output, c.Answer) and isinstance(item, c.Call) and output.call_id == item.call_id:
+        messages.decode_result(type(item.command), reply.body)
 
 
 def _still_whole(ledger: Ledger, data: bytes) -> None:

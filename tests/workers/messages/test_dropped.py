@@ -115,7 +115,10 @@ def test_a_pull_under_way_is_left_to_the_next(far: Here, monkeypatch: pytest.Mon
     work = b.recv(A, async_op=True)
     a.send(torch.arange(BIG), B, async_op=True)
     assert dam.asked.wait(WAIT_S)
+    gone = threading.Event()
+    weakref.finalize(work, gone.set)
     del work
+    assert gone.wait(WAIT_S), "a thread of the messenger may hold it for another moment"
     waiting = b.recv(A, async_op=True)
     dam.open()
     assert torch.equal(waiting.wait(), torch.arange(BIG))
