@@ -166,7 +166,7 @@ def attack_door(service: Service, session: int) -> None:
     chance = random.Random(3)
     with dealer(endpoint(service)) as peer:
         for _, body in requests(session, SERVER_MESSAGES, messages.encode):
-            frames = [zmq_frames.GROUP, body]
+            frames = [zmq_frames.JOINED, body]
             if chance.random() < 0.2:
                 frames = [damage(frame, body, chance.randrange(1 << 30)) for frame in frames]
             if chance.random() < 0.1:
