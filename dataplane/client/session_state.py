@@ -223,8 +223,8 @@ class SessionState:
         self.warned = Warned()
         # By partition and names of fields, the plans of small puts.
         self.put_plans: dict[tuple[str, ...], PutPlan] = {}
-        # By partition and names of fields, the plans of small reads.
-        self.read_plans: dict[tuple[str, ...], ReadPlan] = {}
+        # By partition and names of fields, the plans of small reads. None: such rows are on several units.
+        self.read_plans: dict[tuple[str, ...], ReadPlan | None] = {}
         self.pins = Pins()
         self.preallocated = PreallocatedBuffer()
         self.appends = Turns()

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from dataplane import DataPlaneClient, KVBatchMeta, Server, connect, serve
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import MIB
+from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
 pytestmark = pytest.mark.integration
@@ -151,3 +152,32 @@ def test_both_ways_store_and_return_the_same(server: Server, sent: Counter[str],
         for partition in ("short", "general"):
             client.clear_samples(None, partition)
     assert sent["LocateRows"] > 20, sent
+
+
+@pytest.mark.parametrize("names", [[["a"]], [1], ["a", "a"]])
+def test_other_names_are_refused_as_ever(server: Server, names: Any) -> None:
+    with connect(server.address) as client:
+        client.register_partition("p", ["x"], None, [])
+        for _ in range(3):
+            client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+            client.get_samples(["a"], "p", ["x"])
+        with pytest.raises((InvalidRequestError, UnsupportedValueError)):
+            client.get_samples(names, "p", ["x"])
+        with pytest.raises((InvalidRequestError, UnsupportedValueError)):
+            client.put_samples(names, "p", {"x": torch.zeros(len(names))})
+        client.clear_samples(None, "p")
+
+
+def test_rows_on_several_units_are_not_tried_again(sent: Counter[str]) -> None:
+    with serve({"capacity_bytes": 8 * MIB, "units": 2}) as server, connect(server.address) as client:
+        client.register_partition("p", ["x"], None, [])
+        # The two halves do not fit into one unit.
+        for name in ("a", "b"):
+            client.put_samples([name], "p", {"x": [torch.full((5 * MIB,), ord(name), dtype=torch.uint8)]})
+        for _ in range(2):
+            client.get_samples(["a"], "p", ["x"])
+        assert sent["LocateRows"] == 1
+        for _ in range(3):
+            both = client.get_samples(["a", "b"], "p", ["x"])["x"].unbind()
+            assert [int(row[0]) for row in both] == [ord("a"), ord("b")]
+        assert sent["LocateRows"] == 2

@@ -22,6 +22,7 @@ from dataplane.client.operations.short_put import UNCERTAIN_ERRORS
 from dataplane.client.operations.steps import Operation, Post, Send, Work, always, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
+from dataplane.client.unit_connections import units_of
 from dataplane.core.checksums import damaged
 from dataplane.core.failpoints import armed, failpoint
 from dataplane.core.row_copy import UInt8s, address
@@ -80,7 +81,8 @@ def remember(session_state: SessionState, partition: str, select_fields: Sequenc
         return
     if len(set(select_fields)) < len(fields) or any(each.spec.kind is FieldKind.RAGGED for each in fields):
         return
-    if session_state.connections.readable_memory(int(fields[0].units[0])) is None:
+    units = units_of(fields)
+    if len(units) > 1 or session_state.connections.readable_memory(min(units)) is None:
         return
     if len(session_state.read_plans) >= MAX_PLANS:
         session_state.read_plans.clear()
@@ -92,11 +94,13 @@ def prepare(session_state: SessionState, names: Any, partition: str, select_fiel
     if type(select_fields) not in (list, tuple) or type(partition) is not str:
         return None
     if type(names) is list:
-        if not 0 < len(names) <= MAX_ROWS or len(set(names)) < len(names):
+        if not 0 < len(names) <= MAX_ROWS:
             return None
         for name in names:
             if type(name) is not str:
                 return None
+        if len(set(names)) < len(names):
+            return None
     elif type(names) is not KVBatchMeta or not 0 < len(names) <= MAX_ROWS:
         return None
     for name in select_fields:
@@ -136,7 +140,9 @@ def get_short(
         return (yield from general())
     try:
         located: c.RowsLocated = sent.result
-        memory = None if located.general else session_state.connections.readable_memory(located.unit)
+        memory = None
+        if located.general is None:
+            memory = session_state.connections.readable_memory(located.unit)
         if memory is not None:
             copy = partial(_copy, plan, located, memory, session_state.config.pickles)
             data = yield Work(copy, always if sum(located.lengths) <= SMALL_LENGTHS else never)
@@ -148,10 +154,12 @@ def get_short(
         if armed:
             failpoint("get.before_release")
         yield Post(c.Release(located=sent.call_id))
-    if data is None:
-        session_state.read_plans.pop(plan.key, None)
-        return (yield from general())
-    return data
+    if data is not None:
+        return data
+    session_state.read_plans.pop(plan.key, None)
+    if located.general is not None and len(units_of(located.general.fields)) > 1:
+        session_state.read_plans[plan.key] = None  # the next such read would be in vain, too
+    return (yield from general())
 
 
 def _copy(plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, pickles: bool) -> TensorDict | None:

@@ -79,7 +79,7 @@ class PutPlan:
 
     def __init__(
         self,
-        schema: Schema | None,
+        schema: Schema,
         columns: Sequence[EncodedColumn],
         is_list: Sequence[bool | None],
     ) -> None:
@@ -124,10 +124,13 @@ def remember(
         if not any_form and type(value) not in (Tensor, list):
             return
         is_list.append(None if any_form else type(value) is list)
+    schema = session_state.schemas.get(partition)
+    if schema is None:
+        return
     plans = session_state.put_plans
     if len(plans) >= MAX_PLANS:
         plans.clear()
-    plans[partition, *names] = PutPlan(session_state.schemas.get(partition), encoded, is_list)
+    plans[partition, *names] = PutPlan(schema, encoded, is_list)
 
 
 class ShortPut(NamedTuple):
