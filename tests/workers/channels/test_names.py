@@ -242,8 +242,8 @@ def test_a_key_of_a_distributed_channel_is_where_it_was_first_used(directory: Di
     for rank, handle in enumerate(handles):
         handle.put(f"from {rank}", key=rank)
     assert [handles[0].get(key=rank) for rank in range(3)] == ["from 0", "from 1", "from 2"]
-    assert list(handles[2]._routes._parts.values()) == [2]
-    assert sorted(handles[0]._routes._parts.values()) == [0, 1, 2]
+    assert list(handles[2]._routes._branches.values()) == [2]
+    assert sorted(handles[0]._routes._branches.values()) == [0, 1, 2]
     for handle in handles:
         handle.disconnect()
 
