@@ -264,10 +264,6 @@ class KVBatchMeta:
         """Return a meta with these row handles, `[N]` each, which the client receives from the service."""
         return self._replace(_rows=_check_handles(rows, self.size), _generations=_check_handles(generations, self.size))
 
-    def with_claims(self, claims: Int64s) -> KVBatchMeta:
-        """Return a meta with these claim ids, `[N]`, which the client receives from the service."""
-        return self._replace(_claims=_check_handles(claims, self.size))
-
     def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
         """Return a meta with `tags` merged in: one mapping per sample, or name -> `[N]` values. The tags stored by the
         service do not change."""

@@ -73,7 +73,7 @@ def scene() -> Iterator[Scene]:
 
 
 class Forgetful(ScriptedLedger):
-    """Knows no unit that had an id before."""
+    """A service that has forgotten all units: it rejects an offer with a unit id."""
 
     def apply(self, item: c.Input) -> list[c.Output]:
         outputs = super().apply(item)

@@ -366,7 +366,7 @@ def test_what_was_taken_back_while_it_was_held_ready_is_passed_over(client: Data
     put(client, partition, range(2, 4))
     with loader(client, partition, prefetch=2, lease_s=NEVER_S) as stream:
         fetched_ahead(client, partition, 0)
-        claimed = first.with_claims(held_ready(stream))
+        claimed = dataclasses.replace(first, _claims=held_ready(stream))
         client.nack(dataclasses.replace(claimed, task_name="train"))
         assert client.claim_meta(partition, "train", [], 2).sample_ids == ["s0", "s1"]
         assert next(iter(stream)).meta.sample_ids == ["s2", "s3"]

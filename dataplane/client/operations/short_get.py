@@ -1,7 +1,7 @@
-"""The short way of a small read: the specs of the fields are known from an earlier read, and the rows are in one mapped
-arena.
+"""The short way of a small read: the specs of the fields are known from an earlier read, and the
+rows are in one mapped arena.
 
-Whatever is unusual is left to the general way (`get`), which repeats the read.
+If a read turns out to need the general way (`get`), that way repeats it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Column(NamedTuple):
 
 
 class ReadPlan:
-    """What reads of some fields of a partition have in common, as long as the fields have these specs."""
+    """What reads of some fields of a partition have in common while the fields have these specs."""
 
     def __init__(self, partition: str, located: Sequence[c.FieldLocations]) -> None:
         self.key = (partition, *[each.name for each in located])
@@ -71,8 +71,8 @@ class ReadPlan:
 
 
 def remember(session_state: SessionState, partition: str, select_fields: Sequence[str], located: c.Located) -> None:
-    """Remember the plan of a read, if further ones like it are possible the short way: of any fields but ragged ones,
-    whose rows are in one mapped arena."""
+    """Remember the plan of a read, if further ones like it can take the short way: of any fields but
+    ragged ones, whose rows are in one mapped arena."""
     key = (partition, *select_fields)
     fields = located.fields
     if key in session_state.read_plans or len(fields) != len(select_fields) or located.widened:
@@ -116,8 +116,8 @@ def get_short(
     plan: ReadPlan,
     general: Callable[[], Operation[TensorDict]],
 ) -> Operation[TensorDict]:
-    """Locate and pin, copy, release. If the service rejects the read or has no short answer, perform the operation of
-    `general` instead."""
+    """Locate and pin, copy, release. If the service rejects the read or has no short answer, perform
+    the operation of `general` instead."""
     handles = names.handles if isinstance(names, KVBatchMeta) else None
     if handles is not None:
         rows, generations = handles
@@ -163,8 +163,8 @@ def get_short(
 
 
 def _copy(plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, pickles: bool) -> TensorDict | None:
-    """Copy the rows into new tensors. Return None if a row is outside the memory, or does not match its checksum: the
-    general way says so."""
+    """Copy the rows into new tensors. Return None if a row is outside the memory or does not match
+    its checksum: the general way raises the error."""
     if armed:
         failpoint("get.mid_copy")
     count = len(located.rows)

@@ -1,7 +1,7 @@
 """The short way of a small put: the columns of an earlier put of the same fields are known, so that
 nothing has to be derived from the values but their lengths.
 
-Whatever is unusual is left, before anything was sent or copied, to the general way (`put`).
+In all other cases the put takes the general way (`put`), before anything is copied or sent.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _Column(NamedTuple):
 
 
 class PutPlan:
-    """What puts of some fields into a partition have in common, as long as the client's `schema` of the partition is
-    the same object."""
+    """What puts of some fields into a partition have in common while the client's `schema` of the
+    partition is the same object."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ def prepare(
     *,
     listed: bool = False,
 ) -> ShortPut | None:
-    """Return the put in its short form; None if it must take the general way. Changes nothing, and raises nothing."""
+    """Return the put in its short form; None if it must take the general way. Change nothing."""
     handles = names.handles if type(names) is KVBatchMeta else None
     if handles is None and type(names) is not list:
         return None
@@ -236,8 +236,8 @@ def _tag_values(tags: Any, count: int) -> dict[str, tuple[Scalar, ...]] | None:
 def _tensor_sources(
     column: _Column, value: Any, count: int, lengths: list[int], token_lengths: list[int] | None
 ) -> list[_Source] | None:
-    """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if they must take the
-    general way, which cuts padded rows to the `token_lengths`."""
+    """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if
+    they must take the general way, which cuts padded rows to the `token_lengths`."""
     is_list = type(value) is list
     if is_list and len(value) != count:
         return None
@@ -283,8 +283,9 @@ def _object_sources(column: _Column, value: Any, count: int, lengths: list[int],
 
 
 def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Committed | None]:
-    """Copy the values into preallocated space and commit them. Return None if nothing was stored, so that the put must
-    take the general way: there is no such space at hand, or the service rejected the put."""
+    """Copy the values into preallocated space and commit them. Return None if nothing was stored,
+    because the client has no such space or the service rejected the put: then the put must take the
+    general way."""
     nbytes = sum(put.sizes)
     portion = session_state.preallocated.take(nbytes) if nbytes <= SMALL_BYTES else None
     if portion is None:
@@ -327,7 +328,8 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
 
 
 def _copy(put: ShortPut, memory: UInt8s, offset: int, *, checksums: bool) -> tuple[int, ...]:
-    """Copy the values of the put to `offset` of an arena. Return their checksums if `checksums` is set."""
+    """Copy the values of the put to `offset` of an arena. Return their checksums if `checksums` is
+    set."""
     if armed:
         failpoint("put.mid_copy")
     begin = address(memory) + offset

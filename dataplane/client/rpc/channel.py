@@ -235,7 +235,7 @@ class ControllerChannel(OpenChannel):
         """Remove the call. If no thread polls for those that wait, wake one of them to poll."""
         self._socket.waiting.pop(waiting.outgoing.call_id, None)
         if self._poller is waiting:
-            with self._guard:  # whoever found this poller has set `asleep`
+            with self._guard:  # a thread that found this poller has set `asleep`
                 self._poller = None
         if self._poller is None and self._socket.waiting:
             for other in self._waiting():

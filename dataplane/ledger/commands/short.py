@@ -1,8 +1,8 @@
 """The short forms of `Commit` and `Locate` for a few samples.
 
-Their `plan` has the columns, encoded once for many commands; `encode_plan` makes it. They name samples by `ids`, or by
-`rows` and `generations`. Values of several columns follow each other in one tuple: those of the first column, one for
-each sample, then those of the second one, and so on."""
+Their `plan` has the columns, encoded once for many commands; `encode_plan` makes it. They name
+samples by `ids`, or by `rows` and `generations`. Values of several columns follow each other in one
+tuple: those of the first column, one for each sample, then those of the second one, and so on."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ PLANS = 1024
 
 
 class PutRows(Answered[Committed], frozen=True, kw_only=True):
-    """Put a few samples into preallocated space, as the `Commit` that `expand` returns. Answered `Committed`.
+    """Put a few samples into preallocated space, as the `Commit` that `expand` returns. Answered
+    `Committed`.
 
-    `lengths` and `checksums` (none: no checksums) are those of the values. `tags` has a value for each sample."""
+    `lengths` and `checksums` (none: no checksums) are those of the values. `tags` has a value for
+    each sample."""
 
     partition: str
     mode: Mode
@@ -48,8 +50,8 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
     listed: bool = False
 
     def expand(self) -> Commit:
-        """Return the general command with the same meaning. Raises `InvalidRequestError` if the plan is malformed, or
-        the lengths and checksums are not those of its columns."""
+        """Return the general command with the same meaning. Raises `InvalidRequestError` if the
+        plan is malformed, or the lengths and checksums are not those of its columns."""
         columns = decode_plan(self.plan).columns
         count = len(self.ids) or len(self.rows)
         for what, given in (("lengths", self.lengths), ("checksums", self.checksums)):
@@ -84,9 +86,9 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
 
 
 class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to `LocateRows`: handles of the samples, and where the values of all columns are in the arena of one
-    unit. `checksums` are those that the reader must compare (0: none; empty: none at all). `general`: the whole answer,
-    if it has no short form."""
+    """The answer to `LocateRows`: handles of the samples, and where the values of all columns are in
+    the arena of one unit. `checksums` are those that the reader must compare (0: none; empty: none
+    at all). `general`: the whole answer, if it has no short form."""
 
     rows: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
@@ -98,8 +100,8 @@ class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
-    """Locate and pin a few samples, as the `Locate` that `expand` returns. Answered `RowsLocated`; in its short form
-    only if the fields have the specs of the plan."""
+    """Locate and pin a few samples, as the `Locate` that `expand` returns. Answered `RowsLocated`,
+    in its short form only if the fields have the specs of the plan."""
 
     partition: str
     plan: bytes
@@ -108,7 +110,8 @@ class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
     generations: tuple[Int64, ...] = ()
 
     def expand(self) -> Locate:
-        """Return the general command with the same meaning. Raises `InvalidRequestError` if the plan is malformed."""
+        """Return the general command with the same meaning. Raises `InvalidRequestError` if the
+        plan is malformed."""
         return Locate(
             partition=self.partition,
             samples=_samples(self.ids, self.rows, self.generations),
@@ -148,7 +151,7 @@ class PlanColumn:
 
 
 class Plan:
-    """The columns of a put. Many puts share it."""
+    """The columns of a short command. Many commands share it."""
 
     def __init__(self, columns: tuple[PlanColumn, ...]) -> None:
         self.columns = columns
@@ -172,7 +175,7 @@ class Plan:
 
 
 def encode_plan(columns: tuple[PlanColumn, ...]) -> bytes:
-    """Encode the columns of puts for `PutRows.plan`. Equal plans have equal bytes."""
+    """Encode the columns of short commands, for their `plan`. Equal plans have equal bytes."""
     return _encode(
         [
             _EncodedColumn(column.name, column.spec.kind, column.spec.dtype, column.spec.inner, column.by_schema)
@@ -185,7 +188,7 @@ def encode_plan(columns: tuple[PlanColumn, ...]) -> bytes:
 def decode_plan(plan: bytes) -> Plan:
     """Decode a plan. Raises `InvalidRequestError` for other bytes."""
     if len(plan) > MAX_PLAN_BYTES:
-        raise InvalidRequestError(f"PutRows: a plan of {len(plan)} bytes; it has at most {MAX_PLAN_BYTES}")
+        raise InvalidRequestError(f"a plan of {len(plan)} bytes: it has at most {MAX_PLAN_BYTES}")
     try:
         return Plan(
             tuple(
@@ -194,7 +197,7 @@ def decode_plan(plan: bytes) -> Plan:
             )
         )
     except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequestError(f"PutRows: malformed plan ({error})") from error
+        raise InvalidRequestError(f"malformed plan: {error}") from error
 
 
 _encode = msgspec.msgpack.Encoder().encode

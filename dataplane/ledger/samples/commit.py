@@ -491,10 +491,15 @@ def _check_tag_values(state: State, partition: Partition, name: str, values: tup
             )
 
 
+def is_length(value: Scalar) -> bool:
+    """Whether the value can be a number of tokens."""
+    return type(value) is int and 0 <= value <= LONGEST
+
+
 def _check_input_lengths(values: tuple[Scalar, ...]) -> None:
     """Raise InvalidRequestError for an invalid number of tokens. Claims, shares and packing rely on these numbers."""
     for value in values:
-        if type(value) is not int or not 0 <= value <= LONGEST:
+        if not is_length(value):
             raise InvalidRequestError(
                 f"tag {INPUT_LENGTHS!r}: {repr(value)[:40]} is not a number of tokens; expected an integer from 0 to "
                 f"{LONGEST}"

@@ -270,14 +270,16 @@ class Reads:
 
 
 def _checksums_to_compare(state: State, session: Session, checksums: c.UInt32s, units: c.Int32s) -> c.UInt32s | None:
-    """Return the checksums that the session must compare when it reads rows on these units: all of
-    them, or None. None with policy NEVER, and with ACROSS_HOSTS if the session has attached to
-    (mapped) all of the units."""
-    if state.checksums is Checksums.NEVER:
-        return None
-    if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):
-        return None
-    return checksums
+    """Return the checksums, or None if the session need not compare those of rows on these units."""
+    return checksums if compares_checksums(state, session, units) else None
+
+
+def compares_checksums(state: State, session: Session, units: c.Int32s) -> bool:
+    """Whether the session must compare checksums when it reads rows on these units: with policy
+    ALWAYS, and with ACROSS_HOSTS unless it has attached to (mapped) all of the units."""
+    if state.checksums is Checksums.ACROSS_HOSTS:
+        return not _all_in(units, session.attached)
+    return state.checksums is Checksums.ALWAYS
 
 
 def _all_in(units: c.Int32s, attached: Collection[int]) -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.core.types import Checksums
 from dataplane.ledger.commands.short import LocateRows, RowsLocated, decode_plan
+from dataplane.ledger.samples.locate import compares_checksums
+from dataplane.ledger.state.arrays import every
 from dataplane.ledger.state.sessions import Session
 from dataplane.ledger.state.state import State
 
 
 def locate_rows(state: State, session: Session, call_id: int, command: LocateRows) -> RowsLocated | None:
-    """Locate and pin every cell of the samples, as `Reads.locate` does for the expanded command. Return None, before
-    any change, for an error, and if the cells have no short form: a field has another spec or rows in hidden columns,
-    or the cells are on several units."""
+    """Locate and pin every cell of the samples, as `Reads.locate` does for the expanded command.
+    Change nothing and return None for an error, and if the cells have no short form: a field has
+    another spec or rows in hidden columns, or the cells are on several units."""
     partition = state.partitions.get(command.partition)
     if partition is None:
         return None
@@ -50,11 +51,11 @@ def locate_rows(state: State, session: Session, call_id: int, command: LocateRow
     if not extents or min(extents) <= 0:  # 0: no cell
         return None
     distinct = np.array(sorted(set(extents)), np.int32)
-    units = set(state.extents.units[distinct].tolist())
-    if len(units) > 1:
+    units = state.extents.units[distinct]
+    unit = int(units[0])
+    if not every(units == unit):
         return None
-    unit = units.pop()
-    if checksums and _compares(state, session, unit):
+    if checksums and compares_checksums(state, session, units):
         checksums += [0] * (len(extents) - len(checksums))
     else:
         checksums = []
@@ -68,10 +69,3 @@ def locate_rows(state: State, session: Session, call_id: int, command: LocateRow
         lengths=tuple(lengths),
         checksums=tuple(checksums),
     )
-
-
-def _compares(state: State, session: Session, unit: int) -> bool:
-    """Whether the session must compare checksums when it reads rows on this unit."""
-    if state.checksums is Checksums.ACROSS_HOSTS:
-        return unit not in session.attached
-    return state.checksums is Checksums.ALWAYS

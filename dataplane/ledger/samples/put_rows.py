@@ -1,7 +1,7 @@
 """Execute `PutRows` in the usual case, row by row without arrays.
 
 `put_rows` changes the tables as `Commits.commit` does for the expanded command, and nothing else;
-tests compare the states after both. It returns None, before any change, for whatever is unusual.
+tests compare the states after both. In all other cases it changes nothing and returns None.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.core.schema import INPUT_LENGTHS
-from dataplane.core.types import GRANULE_BYTES, Scalar
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger.commands import Committed, Int32s, Int64s, Mode, TagColumn
 from dataplane.ledger.commands.short import Plan, PutRows, decode_plan
-from dataplane.ledger.samples.commit import LONGEST
+from dataplane.ledger.samples.commit import is_length
 from dataplane.ledger.state.extents import Extents, Several
 from dataplane.ledger.state.fields import INT32_MAX
 from dataplane.ledger.state.partition import Partition
@@ -24,8 +24,8 @@ _STORED_AS = {int: "iO", float: "fO", bool: "bO", str: "O", type(None): "O"}
 
 
 def put_rows(state: State, session: Session, command: PutRows) -> Committed | None:
-    """Commit a small put; or do nothing and return None if anything about it is unusual: an error, a partition with
-    a budget, a waiting put, new fields, tags or kinds, tables that must grow, space that is used up."""
+    """Commit a small put. Change nothing and return None for an error, a partition with a budget, a
+    waiting put, new fields, tags or kinds, tables that must grow, and space that is used up."""
     partition = state.partitions.get(command.partition)
     space = session.reservations.get(command.reservation)
     if partition is None or type(space) is not Preallocation or not _is_usable(state, space):
@@ -90,7 +90,8 @@ def _is_usable(state: State, space: Preallocation) -> bool:
 
 
 def _find_rows(state: State, partition: Partition, command: PutRows) -> list[int] | None:
-    """Return the rows of the samples, -1 for each new one; None for an error or if tables must grow."""
+    """Return the rows of the samples, -1 for each new one; None for an error, or if tables must
+    grow."""
     table = partition.rows
     ids = command.ids
     if not ids:
@@ -114,8 +115,8 @@ def _find_rows(state: State, partition: Partition, command: PutRows) -> list[int
 
 
 def _sizes(state: State, partition: Partition, plan: Plan, command: PutRows, count: int) -> list[int] | None:
-    """Return the bytes of each column, in whole granules; None for an error, or a column that its field does not hold
-    as it is."""
+    """Return the bytes of each column, in whole granules; None for an error, or a column that its
+    field does not hold as it is."""
     lengths = command.lengths
     checksums = command.checksums
     columns = plan.columns
@@ -159,18 +160,14 @@ def _tags_fit(state: State, partition: Partition, command: PutRows, count: int) 
                 return False
             if type(value) is str and len(value) > state.limits.tag_bytes:
                 return False
-            if name == INPUT_LENGTHS and not _is_length(value):
+            if name == INPUT_LENGTHS and not is_length(value):
                 return False
     return True
 
 
-def _is_length(value: Scalar) -> bool:
-    return type(value) is int and 0 <= value <= LONGEST
-
-
 def _piece_of(space: Preallocation, extents: Extents, offset: int, nbytes: int) -> int | None:
-    """Return the position of the piece of the space that begins at `offset` and is larger than `nbytes`; None if no
-    piece does."""
+    """Return the position of the piece of the space that begins at `offset` and is larger than
+    `nbytes`; None if no piece does."""
     for position, piece in enumerate(space.pieces[0]):
         if piece.offset == offset:
             return position if 0 < nbytes < extents.sizes[piece.extent] else None
@@ -195,8 +192,7 @@ def _create_rows(state: State, partition: Partition, ids: tuple[str, ...], found
 def _cut(space: Preallocation, extents: Extents, position: int, start: int) -> None:
     """Let the piece begin at `start`; what follows it stays preallocated."""
     piece = space.pieces[0][position]
-    extents.sizes[piece.extent] -= start - piece.offset
-    extents.starts[piece.extent] = start
+    extents.cut(piece.extent, piece.offset, start - piece.offset)
     space.pieces[0][position] = ReservedPiece(0, 0, piece.extent, start)
 
 
@@ -209,8 +205,9 @@ def _write_cells(
     sizes: list[int],
     rows: Int64s,
 ) -> tuple[set[str], int]:
-    """Point the cells of the rows at the new bytes, and free the bytes of the cells that they replace. Return the
-    fields that some of the rows did not have, and the bytes of the new values that replace others."""
+    """Point the cells of the rows at the new bytes, and free the bytes of the cells that they
+    replace. Return the fields that some of the rows did not have, and the bytes of the new values
+    that replace others."""
     extents = state.extents
     account = partition.account
     count = len(rows)

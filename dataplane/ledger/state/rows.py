@@ -114,9 +114,9 @@ class Rows:
     @property
     def room(self) -> int:
         """How many rows can be created before a table grows or the age order is compacted."""
-        if self.end > 2 * len(self.ids) + SLACK:  # `is_mostly_dead`
+        if self.is_mostly_dead:
             return 0
-        return min(len(self.free) + len(self.generations) - len(self.names), len(self.order) - self.end)
+        return min(len(self.free) + self.capacity - len(self.names), len(self.order) - self.end)
 
     @property
     def is_mostly_dead(self) -> bool:
