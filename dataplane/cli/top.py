@@ -382,11 +382,11 @@ def parse_http_address(text: str, address: str) -> tuple[str, int]:
 
 def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
     """Return the mean rates of the last `seconds`. Raises `ServiceUnavailableError`, with the reason, on failure."""
-    from dataplane.controller.metrics.history import FlowReport
+    from dataplane.controller.metrics.history import decode_flow_report
 
     try:
         body = _fetch(host_port, config)
-        report = msgspec.json.decode(body, type=FlowReport)
+        report = decode_flow_report(body)
     except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
         why = (
             f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed, and the "

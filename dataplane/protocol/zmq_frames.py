@@ -172,3 +172,7 @@ class HeartbeatReply(c.Value, frozen=True, kw_only=True):
 
     epoch: int
     min_heartbeat_s: float
+
+
+WELCOME = messages.decoder(Welcome)
+HEARTBEAT_REPLY = messages.decoder(HeartbeatReply)

@@ -49,6 +49,9 @@ class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
     cookie: str = ""
 
 
+_decode_record = msgspec.json.Decoder(ArenaRecord).decode
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
     """An arena that was adopted or created. unit: the unit's previous id; 0: none. lost: the
@@ -139,7 +142,7 @@ class UnitRecord:
         """Return the stored record; None if it does not exist, is empty or, with a warning, cannot be read."""
         try:
             content = self.path.read_bytes()
-            return msgspec.json.decode(content, type=ArenaRecord) if content else None
+            return _decode_record(content) if content else None
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, ValueError) as error:
@@ -237,7 +240,7 @@ def recorded_arena(state_dir: str | Path, name: str) -> Path | None:
     """Return the path of the arena that the next epoch of the unit `name` adopts; None if there is no readable record
     of it in `state_dir`, or no such file."""
     try:
-        record = msgspec.json.decode(_record_path(state_dir, name).read_bytes(), type=ArenaRecord)
+        record = _decode_record(_record_path(state_dir, name).read_bytes())
     except (OSError, msgspec.MsgspecError, ValueError):  # `UnitRecord.open` logs the reason
         return None
     return Path(record.arena) if os.path.exists(record.arena) else None

@@ -60,6 +60,10 @@ class UnitProcessSettings:
     config: DataPlaneConfig
 
 
+_decode_status = msgspec.json.Decoder(UnitStatus).decode
+_decode_settings = msgspec.json.Decoder(UnitProcessSettings).decode
+
+
 class UnitProcesses:
     """The storage units of the controller at `address`, in subprocesses. They end with this process.
 
@@ -135,7 +139,7 @@ class UnitProcesses:
         line = process.stdout.readline()
         if not line:  # it ended without a status
             return f"its process ended with code {process.wait(END_S)}"
-        why = msgspec.json.decode(line, type=UnitStatus).error
+        why = _decode_status(line).error
         if not why:
             self._ready.add(name)
         return why
@@ -260,7 +264,7 @@ def main() -> int:
     """Run a unit. Return exit code 1 if it cannot start, or if the controller is lost and does not return in time."""
     stop = Stop()
     allow_more()
-    settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), UnitProcessSettings)
+    settings = _decode_settings(sys.stdin.readline())
 
     def stop_when_stdin_closes() -> None:  # the process of the controller has ended, or stops this unit
         try:

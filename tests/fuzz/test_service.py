@@ -123,7 +123,7 @@ def session(service: Service) -> Iterator[c.Opened]:
         peer.send_multipart(zmq_frames.request(wanted))
         assert peer.poll(WAIT_MS)
         (reply,) = zmq_frames.Reply.parse(peer.recv_multipart())
-        opened: c.Opened = messages.decode_as(zmq_frames.Welcome, reply.good_body()).opened
+        opened: c.Opened = messages.decode_with(zmq_frames.WELCOME, reply.good_body()).opened
         yield opened
         bye = c.Call(session=opened.session, call_id=1 << 40, watermark=1 << 40, command=c.Bye())
         peer.send_multipart(zmq_frames.request(bye))

@@ -15,7 +15,7 @@ from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands import inputs
-from dataplane.ledger.encoding.messages import call_id_of, decode, decode_as, decode_request, encode
+from dataplane.ledger.encoding.messages import call_id_of, decode, decode_request, decode_with, decoder, encode
 from tests.ledger.driver import Driver
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.test_replay import a_busy_day
@@ -55,7 +55,7 @@ def test_calls(
 @given(data=st.data())
 def test_results(kind: type[c.Result], data: st.DataObject) -> None:
     result = data.draw(of_type(kind))
-    assert plain(decode_as(kind, encode(result))) == plain(result)
+    assert plain(decode_with(decoder(kind), encode(result))) == plain(result)
 
 
 @given(st.binary(max_size=60))
@@ -73,13 +73,13 @@ def test_values_that_are_nested_too_deeply_are_rejected(before: bytes) -> None:
         decode_request(deep)
     assert call_id_of(deep) == 0
     with pytest.raises(InternalError, match="malformed reply"):
-        decode_as(c.Committed, deep)
+        decode_with(decoder(c.Committed), deep)
 
 
 @given(st.binary(max_size=60))
 def test_garbage_is_no_result(garbage: bytes) -> None:
     with pytest.raises(InternalError, match="malformed reply: not a Committed"):
-        decode_as(c.Committed, garbage)
+        decode_with(decoder(c.Committed), garbage)
 
 
 SOME = c.Samples(ids=("a",))

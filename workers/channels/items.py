@@ -7,22 +7,19 @@ import math
 import numbers
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.channels import wire
 from workers.transport import pickling
 from workers.transport.encoding import encode
-from workers.transport.pickling import Bytes, Layout, Packed, Unpacked
+from workers.transport.pickling import Bytes, Packed, Unpacked
 
 CARRIED_BYTES = 16 << 10
 """Items up to this size travel within their message, which is cheaper than a reserved space."""
 
 OUTLINED = 4
 """Most tensors that an outline names."""
-
-_layouts: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def as_weight(what: str, value: object) -> float:
@@ -79,7 +76,7 @@ class Parcel(NamedTuple):
 
 def outline(head: bytes) -> str:
     """Describe an item without its bytes: its tensors and its size."""
-    layout = _layouts.decode(head)
+    layout = pickling.decode_layout(head)
     # A segment without a dtype is not a tensor.
     tensors = [f"{each.dtype.removeprefix('torch.')} {list(each.shape)}" for each in layout.segments if each.dtype]
     return f"<{', '.join([*tensors[:OUTLINED], f'{layout.nbytes:,} bytes'])}>"
@@ -87,4 +84,4 @@ def outline(head: bytes) -> str:
 
 def unpack(head: bytes, memory: Bytes, pool: BufferPool, *, own: bool) -> Unpacked:
     """Unpack an item from all of its bytes. own: see `pickling.unpack`."""
-    return pickling.unpack(_layouts.decode(head), memory, pool, own=own)
+    return pickling.unpack(pickling.decode_layout(head), memory, pool, own=own)

@@ -371,7 +371,7 @@ def unpack_columns(flat: Tensor, layout_bytes: int) -> dict[str, Any]:
     memory.
     """
     encoded = _bytes(flat[flat.numel() - layout_bytes :])
-    layout = msgspec.msgpack.decode(encoded, type=pickling.Layout)
+    layout = pickling.decode_layout(encoded)
     offsets_by_lengths: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}
     columns: dict[str, Any] = pickling.load_flat(layout, flat)
     for name, value in columns.items():

@@ -68,6 +68,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"skeleton at {self.skeleton_from} exceeds an object of {self.nbytes} bytes")
 
 
+decode_layout = msgspec.msgpack.Decoder(Layout).decode
+
+
 @dataclass(frozen=True)
 class Packed:
     """The result of `pack`. skeleton: empty for a single tensor; blocks: one per segment, a tensor of any strides and

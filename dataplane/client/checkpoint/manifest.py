@@ -99,6 +99,10 @@ class _Outer(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: msgspec.Raw = msgspec.Raw()
 
 
+_decode_outer = msgspec.json.Decoder(_Outer).decode
+_decode_manifest = msgspec.json.Decoder(Manifest).decode
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """Result of a save or restore: samples by partition, and the total bytes of the checkpoint in its `files`
@@ -139,7 +143,7 @@ def decode(path: Path, content: bytes) -> Manifest:
     """Decode the output of `encode`; `path` is for errors. Raise `CheckpointError` for any other
     content."""
     try:
-        outer = msgspec.json.decode(content, type=_Outer)
+        outer = _decode_outer(content)
     except ValueError as error:  # the base of all errors of msgspec
         why = f"the file is truncated, or is not the manifest of a checkpoint ({error})"
         raise CheckpointError(file=str(path), why=why) from error
@@ -153,7 +157,7 @@ def decode(path: Path, content: bytes) -> Manifest:
         why = "its content does not match its checksum: the file was modified; use another copy"
         raise CheckpointError(file=str(path), why=why)
     try:
-        manifest = msgspec.json.decode(outer.checkpoint, type=Manifest)
+        manifest = _decode_manifest(outer.checkpoint)
         _check(manifest)
     except ValueError as error:
         why = f"its content is invalid ({error}); use another copy"

@@ -247,7 +247,7 @@ def _connect_once(
 def _welcome(body: msgspec.Raw, address: str) -> zmq_frames.Welcome:
     """Return the reply to an OpenSession. Raise `ServiceUnavailableError` if it is something else."""
     try:
-        welcome: zmq_frames.Welcome = messages.decode_as(zmq_frames.Welcome, body)
+        welcome: zmq_frames.Welcome = messages.decode_with(zmq_frames.WELCOME, body)
     except InternalError as error:
         raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
     return welcome

@@ -204,7 +204,7 @@ class HeartbeatThread:
             raise reply.error
         body = reply.good_body()
         try:
-            message = messages.decode_as(zmq_frames.HeartbeatReply, body)
+            message = messages.decode_with(zmq_frames.HEARTBEAT_REPLY, body)
         except InternalError:
             log.error("Malformed heartbeat response for session %d", self._calls.session.session_id)
             self._check_requested = True

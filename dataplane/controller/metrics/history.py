@@ -32,6 +32,9 @@ class FlowReport(msgspec.Struct, frozen=True, kw_only=True):
     live_bytes: list[int]
 
 
+decode_flow_report = msgspec.json.Decoder(FlowReport).decode
+
+
 class Second:
     """Throughput of one second, which ends at `end` (Unix time)."""
 

@@ -15,8 +15,8 @@ import operator
 import re
 import reprlib
 import sys
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -29,6 +29,8 @@ assert sys.byteorder == "little", "arrays are little-endian, and this machine is
 
 MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 """What a decoder raises; RecursionError for values that are nested too deeply."""
+
+T = TypeVar("T")
 
 CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
 """The inputs that clients may send. All others come from storage units or from the service itself."""
@@ -47,7 +49,7 @@ def encode(value: c.Value, *before: int | str) -> bytes:
 def decode(message: bytes | memoryview) -> c.Input:
     """Decode any input. Its arrays are read-only. Raises `InvalidRequestError` for other bytes."""
     try:
-        item: c.Input = _decoder(_AnyInput).decode(message)
+        item: c.Input = _decode_input(message)
     except MALFORMED as error:
         raise _malformed(error, message) from error
     return item
@@ -57,7 +59,7 @@ def decode_request(message: bytes) -> CallersInput:
     """Decode an input that a client may send. Its arrays are read-only. Raises `InvalidRequestError` for other
     bytes."""
     try:
-        item: CallersInput = _decoder(CallersInput).decode(message)
+        item: CallersInput = _decode_request(message)
     except MALFORMED as error:
         raise _malformed(error, message) from error
     return item
@@ -75,18 +77,19 @@ def call_id_of(message: bytes) -> int:
 def decode_result(command: type[c.Command], message: bytes | memoryview) -> Any:
     """Decode the result of a command of this type. Raises `InternalError` for other bytes."""
     try:
-        return _result_decoder(command).decode(message)
+        return _RESULT_DECODERS[command].decode(message)
     except MALFORMED as error:
         what = f"malformed reply: no result of {command.__name__} ({error})"
         raise InternalError(what=what) from error
 
 
-def decode_as(kind: type[Any], message: bytes | memoryview) -> Any:
-    """Decode a value of this type. Raises `InternalError` for other bytes."""
+def decode_with(decoder: msgspec.msgpack.Decoder[T], message: bytes | memoryview) -> T:
+    """Decode a value with the `decoder` of its type. Raises `InternalError` for other bytes."""
     try:
-        return _decoder(kind).decode(message)  # type: ignore[arg-type]  # every class is hashable
+        return decoder.decode(message)
     except MALFORMED as error:
-        raise InternalError(what=f"malformed reply: not a {kind.__name__} ({error})") from error
+        kind = getattr(decoder.type, "__name__", decoder.type)
+        raise InternalError(what=f"malformed reply: not a {kind} ({error})") from error
 
 
 def _malformed(error: Exception, message: bytes | memoryview) -> InvalidRequestError:
@@ -139,19 +142,18 @@ def _dtype_of(kind: Any) -> Any:
     return dtype
 
 
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a type. It is made once, at its first use."""
+def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of a type. Call it only while a module is imported: msgspec crashes if two
+    threads make their first decoders of the same class at once."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_array)
 
 
-@functools.cache
-def _result_decoder(command: type[c.Command]) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of the result of a command of this type."""
-    assert issubclass(command, c.Answered)
-    return _decoder(command.answer())
-
-
+_decode_input = decoder(_AnyInput).decode
+_decode_request: Callable[[bytes], CallersInput] = decoder(CallersInput).decode  # type: ignore[arg-type]  # a union
+_RESULT_DECODERS: dict[type[c.Command], msgspec.msgpack.Decoder[Any]] = {
+    command: decoder(command.answer()) for command in c.Answered.__subclasses__()
+}
+"""By type of command, the decoder of its results."""
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
