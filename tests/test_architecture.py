@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 EVERY = "Every command"
 CALLS = ("put_samples", "claim_meta", "get_batch")
-SHORT = {"put_samples": ("A small put", ["PutRows"]), "get_samples": ("A small read", ["LocateRows", "Release"])}
+SHORT = {"put_samples": ("A small put", ["PutRows"]), "get_samples": ("A small read", ["LocateRows"])}
 """The short ways: title of the section, and commands."""
 SIDES = {"client": "on the client", "controller": "in the controller"}
 """The first heading of the tables of a section."""

@@ -12,7 +12,7 @@ MARGIN = 1.1
 """Operations may ask for space, or find other work, a little more often on another machine."""
 CALLS = {
     "put": {"client": 64, "ledger": 56},
-    "get": {"client": 77, "ledger": 70},
+    "get": {"client": 56, "ledger": 44},
     "claim": {"client": 50, "ledger": 77},
     "set_tags": {"client": 45, "ledger": 45},
     "clear": {"client": 39, "ledger": 78},

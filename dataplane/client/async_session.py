@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Wait, Work
+from dataplane.client.operations.steps import EndRead, Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.rpc.async_channel import AsyncChannel, complete, in_thread, until_done
 from dataplane.client.session import (
     Phase,
@@ -132,6 +132,8 @@ class AsyncConnection(Session):
         match step:
             case Post(command):
                 self._channel.post(command)
+            case EndRead(call_id):
+                self._channel.end_read(call_id)
             case Work():
                 if self._phase is Phase.INTERRUPTED:
                     raise SessionInterruptedError()

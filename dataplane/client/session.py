@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, Generic, Protocol, TypeVar
 
-from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Wait, Work
+from dataplane.client.operations.steps import EndRead, Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.client.rpc.pending_calls import OpenChannel
 from dataplane.client.session_state import SessionState, check_pickles
@@ -348,6 +348,8 @@ class Connection(Session):
         match step:
             case Post(command):
                 self._channel.post(command)
+            case EndRead(call_id):
+                self._channel.end_read(call_id)
             case Work(run):
                 self._begin_copy(call)
                 return run()

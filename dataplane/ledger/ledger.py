@@ -315,10 +315,13 @@ class Ledger:
             self._execute(session, call_id, call.command)
 
     def _confirm(self, session: Session, call: c.Call) -> None:
-        """Settle the calls that the watermark and the confirmations of this call cover: the client has their answers,
-        or no longer needs them. Their claims become final, so that the samples may be evicted."""
+        """Settle the calls that the watermark and the confirmations of this call cover: the client
+        has their answers, or no longer needs them. Their claims become final, so that the samples
+        may be evicted, and the pins of `LocateRows` end."""
         state = self._state
-        cancelled, final_claims = session.confirm(call.watermark, call.confirmed, state.limits)
+        cancelled, final_claims, unpinned = session.confirm(call.watermark, call.confirmed, state.limits)
+        for pinned in unpinned:
+            state.extents.unpin(pinned)
         for parked in cancelled:
             state.unpark(parked, CallCancelledError(session=session.session_id, call_id=parked.call_id))
         if state.parked:  # perhaps a put, which waits until samples are consumed
@@ -362,7 +365,10 @@ class Ledger:
     def _locate_rows(self, session: Session, call_id: int, command: c.LocateRows) -> c.RowsLocated:
         """Locate a few samples: the short way, or if that is not possible the general one."""
         located = locate_rows(self._state, session, call_id, command)
-        return located or c.RowsLocated(general=self._reads.locate(session, call_id, command.expand()))
+        if located is None:
+            located = c.RowsLocated(general=self._reads.locate(session, call_id, command.expand()))
+        session.brief_pins.add(call_id)
+        return located
 
     def _abort(self, session: Session, call_id: int, command: c.Abort) -> c.Done:
         """Withdraw an earlier call, and free the space that it reserved."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +14,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane import DataPlaneClient, KVBatchMeta, Server, connect, serve
+from dataplane import DataPlaneClient, KVBatchMeta, Server, connect, connect_async, serve
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.config import MIB
+from dataplane.core import failpoints
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
+from tests.restarts import WAIT_S, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -181,3 +185,64 @@ def test_rows_on_several_units_are_not_tried_again(sent: Counter[str]) -> None:
             both = client.get_samples(["a", "b"], "p", ["x"])["x"].unbind()
             assert [int(row[0]) for row in both] == [ord("a"), ord("b")]
         assert sent["LocateRows"] == 2
+
+
+def pinned(client: DataPlaneClient) -> int:
+    return sum(unit.pinned_bytes for unit in client.stats().units)
+
+
+NEVER_S = 86_400.0
+
+
+@pytest.fixture
+def reader() -> Iterator[tuple[DataPlaneClient, DataPlaneClient]]:
+    """A client that has made a general read of sample "a" in partition "p", and another client. They
+    send no heartbeats."""
+    settings = {"capacity_bytes": 64 * MIB, "heartbeat_s": NEVER_S, "session_timeout_s": NEVER_S}
+    with serve(settings) as server, connect(server.address) as client, connect(server.address) as other:
+        client.register_partition("p", ["x"], None, ["task"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1, 100)})
+        client.get_samples(["a"], "p", ["x"])
+        wait_until(lambda: not pinned(other))
+        yield client, other
+
+
+def test_a_read_is_pinned_until_it_ends(reader: Any, sent: Counter[str]) -> None:
+    """Other calls of the same client do not confirm it before."""
+    client, other = reader
+    seen = []
+
+    def meanwhile() -> None:
+        failpoints.disarm()
+        calling = threading.Thread(target=lambda: seen.append(client.list_samples("p")))
+        calling.start()
+        calling.join()
+        seen.append(pinned(other))
+
+    failpoints.arm("get.mid_copy", meanwhile)
+    client.get_samples(["a"], "p", ["x"])
+    assert sent["LocateRows"] == 1
+    assert seen[1] > 0
+    client.list_samples("p")
+    assert pinned(other) == 0
+
+
+def test_a_read_that_no_call_follows_is_confirmed_soon(reader: Any, sent: Counter[str]) -> None:
+    client, other = reader
+    for _ in range(2):
+        client.get_samples(["a"], "p", ["x"])
+        wait_until(lambda: not pinned(other))
+    assert sent["LocateRows"] == 2
+
+
+def test_a_read_of_a_coroutine_that_no_call_follows_is_confirmed_soon(reader: Any) -> None:
+    client, other = reader
+
+    async def read() -> None:
+        async with connect_async(client.config.address) as third:
+            for _ in range(3):
+                await third.get_samples(["a"], "p", ["x"])
+                while await asyncio.to_thread(pinned, other):
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(read(), WAIT_S))

@@ -26,7 +26,7 @@ from dataplane.ledger.state.extents import Account, Extents
 from dataplane.ledger.state.rows import Rows
 from dataplane.ledger.state.sessions import Preallocation, Session
 from dataplane.ledger.state.state import State
-from tests.ledger.driver import Client, Driver, by_ids
+from tests.ledger.driver import BYTES, Client, Driver, by_ids
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.values import canonical
 
@@ -308,6 +308,40 @@ def history(seed: int, monkeypatch: pytest.MonkeyPatch) -> Twins:
 def test_the_short_ways_leave_the_state_of_the_general_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = history(seed, monkeypatch).ways
     assert ways["short"] + ways["general"] > 100, ways
+
+
+@pytest.mark.parametrize("confirmed", [(), (2, 2)])
+@pytest.mark.parametrize("general", [False, True])
+def test_pins_of_a_short_read_end_when_its_answer_is_confirmed(general: bool, confirmed: tuple[int, ...]) -> None:
+    """By the watermark, or above it while an earlier call waits; not by calls that confirm others."""
+    driver = Driver()
+    writer = driver.client()
+    writer.register("p", specs={"tokens": BYTES}, tasks=("train",))
+    writer.put(["a"], {"tokens": [64]})
+    plan = plan_of(["tokens"]) if general else plan_of(["tokens"], tokens=BYTES)
+    reader = driver.client()
+    waiting = reader.waits(reader.claim(1, ["missing"], timeout_s=60.0)) if confirmed else reader.post(c.Units())
+    read = c.LocateRows(partition="p", plan=plan, ids=("a",))
+    located = driver.apply(c.Call(session=reader.session, call_id=2, watermark=waiting, command=read))[0].result
+    assert isinstance(located, c.RowsLocated)
+    assert (located.general is not None) is general
+    writer.clear("a")
+    for watermark, confirms in [(1, ()), (1, (1, 1)), (1 if confirmed else 3, confirmed)]:
+        assert writer.unit().pinned_bytes == 64
+        call_id = reader.last_call_id = max(reader.last_call_id, 2) + 1
+        driver.apply(
+            c.Call(
+                session=reader.session,
+                call_id=call_id,
+                watermark=watermark,
+                confirmed=confirms,
+                command=c.Units(),
+            )
+        )
+    assert writer.unit().pinned_bytes == 0
+    session = driver.ledger._state.sessions[reader.session]
+    assert not session.pins
+    assert not session.brief_pins
 
 
 def uncharged(extents: Extents, unit: int, start: int, size: int, account: Account, cells: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.short_put import UNCERTAIN_ERRORS
-from dataplane.client.operations.steps import Operation, Post, Send, Work, always, never
+from dataplane.client.operations.steps import EndRead, Operation, Send, Work, always, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import units_of
@@ -116,7 +116,7 @@ def get_short(
     plan: ReadPlan,
     general: Callable[[], Operation[TensorDict]],
 ) -> Operation[TensorDict]:
-    """Locate and pin, copy, release. If the service rejects the read or has no short answer, perform
+    """Locate and pin, copy, end the read. If the service rejects the read or has no short answer, perform
     the operation of `general` instead."""
     handles = names.handles if isinstance(names, KVBatchMeta) else None
     if handles is not None:
@@ -153,7 +153,7 @@ def get_short(
     finally:
         if armed:
             failpoint("get.before_release")
-        yield Post(c.Release(located=sent.call_id))
+        yield EndRead(sent.call_id)
     if data is not None:
         return data
     session_state.read_plans.pop(plan.key, None)

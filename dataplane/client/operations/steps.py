@@ -2,7 +2,7 @@
 the calling thread, the async client awaits it.
 
 An operation yields a step and receives its outcome, or the step's error is thrown into it. An operation cleans up
-in `except` and `finally` like any function, with `Post` and `Work` only.
+in `except` and `finally` like any function, with `Post`, `EndRead` and `Work` only.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class Post:
     command: Command
 
 
+@dataclass(frozen=True, slots=True)
+class EndRead:
+    """End the read that `LocateRows` began as call `call_id`: its bytes are not used any longer.
+    Does not raise. Outcome: None."""
+
+    call_id: int
+
+
 def always() -> bool:
     """Return True: the `brief` of work that is always short."""
     return True
@@ -67,5 +75,5 @@ class Wait:
     future: Future[None]
 
 
-Step = Send | Post | Work | Wait
+Step = Send | Post | EndRead | Work | Wait
 Operation = Generator[Step, Any, T]

@@ -259,14 +259,15 @@ class AsyncChannel(OpenChannel):
             raise
 
     def _maintain(self) -> None:
-        """Resend unanswered calls, post the commands of `leftovers`, and read what has arrived; or
-        end the session (see `end_in_loop`)."""
+        """Resend unanswered calls, post the commands of `leftovers`, confirm the reads that have
+        ended, and read what has arrived; or end the session (see `end_in_loop`)."""
         if self._ending is not None:
             self._ending()
         if not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
             self._post_leftovers()
+            self._confirm_reads()
             self._check_waiting()
 
     def _schedule_reconnect(self) -> None:

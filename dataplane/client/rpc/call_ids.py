@@ -18,7 +18,6 @@ from dataplane.ledger.commands import (
     Commit,
     FindCells,
     Locate,
-    LocateRows,
     Move,
     Preallocate,
     Release,
@@ -56,6 +55,8 @@ class CallIds:
     def __init__(self, session: int) -> None:
         self.session = session
         self.confirms = True  # whether calls confirm the answers that have arrived
+        self.ended_read: int | None = None
+        """The last of the ended reads (see `end_read`) that no call has confirmed since."""
         self._next = 1
         self._open: dict[int, _Open] = {}  # the calls that are not settled, ascending
         self._settled: deque[list[int]] = deque()
@@ -115,6 +116,12 @@ class CallIds:
         if entry.settles is not None:
             self._settle(entry.settles)
 
+    def end_read(self, call_id: int) -> None:
+        """Settle an answered `LocateRows`: its bytes are not read any longer. The next call confirms
+        it, which ends its pins."""
+        self._settle(call_id)
+        self.ended_read = call_id
+
     def abandon(self, call_id: int, *, now: float) -> Call | None:
         """Abandon a call: its response will not be used. Return the posted call that undoes it, or None if it needs
         no undo.
@@ -172,6 +179,7 @@ class CallIds:
 
     def _call(self, call_id: int) -> Call:
         """Return the open call with the confirmations as of now."""
+        self.ended_read = None
         return Call(
             session=self.session,
             call_id=call_id,
@@ -192,7 +200,7 @@ def undo_of(call_id: int, command: Command) -> Command | None:
             return Abort(reservation=reservation)
         case Move(reservation=int(reservation)):
             return Abort(reservation=reservation)
-        case Locate() | LocateRows() | Save() | FindCells():
+        case Locate() | Save() | FindCells():
             return Release(located=call_id)
         case Claim():
             return Unclaim(claimed=call_id)

@@ -170,12 +170,13 @@ class ControllerChannel(OpenChannel):
         return waiting.outcome
 
     def _maintain(self) -> None:
-        """Process responses to posted calls, resend the unanswered ones, and post the commands of `leftovers`. The
-        heartbeat thread calls this with every heartbeat."""
+        """Process responses to posted calls, resend the unanswered ones, post the commands of `leftovers`, and
+        confirm the reads that have ended. The heartbeat thread calls this with every heartbeat."""
         self._use_socket()
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
             self._post_leftovers()
+            self._confirm_reads()
 
     def _repeat_posted(self, due: list[OutgoingCall]) -> None:
         if not self._calls.over:

@@ -26,6 +26,8 @@ from dataplane.protocol.fd_limits import enough_for, none_left
 
 log = logging.getLogger(__name__)
 
+CONFIRM_S = 0.05
+"""Interval of the checks whether a call has confirmed the last read."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Backoff of reconnection attempts: doubled each time, up to this value or a heartbeat, with jitter."""
@@ -39,6 +41,8 @@ class HeartbeatThread:
     durable service breaks, or `calls` requests a check (`on_doubt`). It resolves the address again, requests the
     session and reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the
     session.
+
+    A heartbeat comes earlier if no call confirms a read within `CONFIRM_S`: `maintain` does it then.
 
     It calls `moved` when the session was found or has ended, and when calls no longer wait for a lost service:
     waiting callers must check again.
@@ -76,9 +80,14 @@ class HeartbeatThread:
         self._min_heartbeat_s = 0.0  # the shortest time between two heartbeats, from the service
         self._beat_at = self._last_response  # the time of the last heartbeat
         self._next_beat_at = self._last_response + calls.session.heartbeat_s
+        self._confirms = False
+        """It checks every `CONFIRM_S` whether a call has confirmed the last read."""
+        self._confirm_at = self._last_response  # the time of the next check
+        self._seen_read: int | None = None  # the unconfirmed read of the last check
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
         self._running = threading.RLock()
         calls.on_doubt = self.check
+        calls.on_ended_read = self._confirm_soon
 
     def start(self) -> None:
         """Start the thread. After any error, an interrupt included, call `close`."""
@@ -88,6 +97,12 @@ class HeartbeatThread:
         """Check the session and the service now. May be called from any thread; does not block."""
         self._check_requested = True
         self._waker.wake()
+
+    def _confirm_soon(self) -> None:
+        """Have the reads confirmed that have ended. May be called from any thread; does not block."""
+        if not self._confirms:
+            self._confirms = True
+            self._waker.wake()
 
     def end_in_background(self, end: Callable[[], object]) -> None:
         """Run `end` in a new thread after the last reference to the client was dropped. Take no lock, because a
@@ -128,7 +143,10 @@ class HeartbeatThread:
 
     def _run_once(self) -> None:
         """Wait for the next event or heartbeat and handle it."""
-        timeout_ms = max(0, int((self._next_beat_at - time.monotonic()) * 1000) + 1)
+        wake_at = self._next_beat_at
+        if self._confirms:
+            wake_at = min(wake_at, self._confirm_at)
+        timeout_ms = max(0, int((wake_at - time.monotonic()) * 1000) + 1)
         sources = (self._dealer, self._monitor, self._waker.fd)
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
         self._waker.clear()  # before the flags are read: a later `wake` ends the next poll
@@ -137,8 +155,25 @@ class HeartbeatThread:
             threading.Thread(target=end, name="tq-close", daemon=True).start()
         self._receive_replies()
         self._notice_disconnects()
-        if not self._closing and (self._check_requested or time.monotonic() >= self._next_beat_at):
+        now = time.monotonic()
+        is_due = self._check_requested or now >= self._next_beat_at
+        if self._confirms and now >= self._confirm_at:
+            is_due |= self._read_is_left()
+        if is_due and not self._closing:
             self._send_heartbeat()
+
+    def _read_is_left(self) -> bool:
+        """Whether no call has confirmed a read since the last check. End the checks until the next
+        read if so, or if nothing was read since."""
+        self._confirm_at = time.monotonic() + CONFIRM_S
+        seen = self._seen_read
+        self._seen_read = self._calls.ended_read
+        if self._seen_read != seen:
+            return False
+        self._confirms = False
+        if seen is None and self._calls.ended_read is not None:  # it ended before `_confirms` was False
+            self._confirms = True
+        return seen is not None
 
     def _close_sockets(self) -> None:
         if not self._dealer.closed:

@@ -79,6 +79,7 @@ class Calls:
     opened it; a forked child can make no calls. `_lost_at` is the time at which the service was lost
     (`time.monotonic`). `_lock` protects `_call_ids`.
 
+    on_ended_read: called by `end_read`; it must return at once.
     on_doubt: called when a response reports that the service or the session ended; it must check this and return at
     once. It may run in any thread. Until the check is done, such responses are ignored: the service may restart
     with all of its state.
@@ -87,6 +88,7 @@ class Calls:
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self.session = session
         self.on_doubt: Callable[[], None] = lambda: None
+        self.on_ended_read: Callable[[], None] = lambda: None
         self._reconnect_s = config.reconnect_s
         self._timeout_s = config.call_timeout_s
         self._call_ids = CallIds(session.session_id)
@@ -97,6 +99,11 @@ class Calls:
         self.lost = ""
         """Why the service is considered lost; empty while it responds."""
         self._lost_at = 0.0
+
+    @property
+    def ended_read(self) -> int | None:
+        """The last read that has ended and that no call has confirmed since; None if there is none."""
+        return self._call_ids.ended_read
 
     # --- whether calls can be made
 
@@ -233,8 +240,8 @@ class Calls:
             self._record_answer(reply)
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
-        """Return the result of the call, or raise its error; after an interrupt, always raise. Record that its id
-        is answered."""
+        """Return the result of the call, or raise its error; after an interrupt, always raise.
+        Record that its id is answered, unless `end_read` will do so."""
         if isinstance(self.ended, SessionInterruptedError):
             self.check_open()
         self.lost = ""  # the service responds
@@ -248,9 +255,17 @@ class Calls:
                 self._record_answer(reply)
             raise error
         result: c.Result = messages.decode_result(outgoing.command, reply.body)
-        with self._lock:
-            self._call_ids.record_answer(outgoing.call_id)
+        if outgoing.command is not c.LocateRows:
+            with self._lock:
+                self._call_ids.record_answer(outgoing.call_id)
         return result
+
+    def end_read(self, call_id: int) -> None:
+        """Record that the rows of an answered `LocateRows` were read. The next call confirms it, which
+        ends its pins; `on_ended_read` sees to it that there is one soon."""
+        with self._lock:
+            self._call_ids.end_read(call_id)
+        self.on_ended_read()
 
     def _is_shutdown_notice(self, reply: zmq_frames.Reply) -> bool:
         """Return whether the reply only reports that a durable service is shutting down. If so, record the loss of the
@@ -358,6 +373,16 @@ class OpenChannel:
         if not self._calls.unreachable:
             for command in self.leftovers():
                 self.post(command)
+
+    def end_read(self, call_id: int) -> None:
+        """See `Calls.end_read`."""
+        self._calls.end_read(call_id)
+
+    def _confirm_reads(self) -> None:
+        """Make a call if reads have ended that none has confirmed since."""
+        read = self._calls.ended_read
+        if read is not None and not self._calls.unreachable:
+            self.post(c.Release(located=read))
 
     def _abandon(self, outgoing: OutgoingCall) -> None:
         """Abandon a call and post the command that releases the resources that it may have acquired."""

@@ -29,10 +29,11 @@ class Input(Value, frozen=True, kw_only=True, tag=True, array_like=True):
 
 class Call(Input, frozen=True, kw_only=True):
     """A command of a session. `call_id` counts up from 1 within the session. `watermark` is the
-    session's lowest unanswered call id. `confirmed` lists answered call ids above the watermark as inclusive
-    ranges: first and last of one range, then of the next. The ledger forgets answers below the watermark or in
-    `confirmed`, makes their claims final, and refuses late repetitions of these calls. A client repeats a
-    confirmed call until a call that carried it is answered."""
+    session's lowest unanswered call id. `confirmed` lists answered call ids above the watermark as
+    inclusive ranges: first and last of one range, then of the next. The ledger forgets answers
+    below the watermark or in `confirmed`, makes their claims final, ends the pins of `LocateRows`,
+    and refuses late repetitions of these calls. A client repeats a confirmed call until a call that
+    carried it is answered."""
 
     session: Natural
     call_id: Natural

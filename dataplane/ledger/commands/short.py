@@ -100,8 +100,9 @@ class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
-    """Locate and pin a few samples, as the `Locate` that `expand` returns. Answered `RowsLocated`,
-    in its short form only if the fields have the specs of the plan."""
+    """Locate and pin a few samples, as the `Locate` that `expand` returns, until the client confirms
+    the answer, which it does after its read, instead of a `Release`. Answered `RowsLocated`, in its
+    short form only if the fields have the specs of the plan."""
 
     partition: str
     plan: bytes

@@ -39,7 +39,7 @@ from dataplane.ledger.state import (
     watches,
 )
 
-FORMAT = 11
+FORMAT = 12
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _INT_BITS = 63
 

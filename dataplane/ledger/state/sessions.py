@@ -257,6 +257,8 @@ class Session:
         # What calls created that the session holds, by the id of the call.
         self.reservations: dict[int, ReservedSpace] = {}
         self.pins: dict[int, Int32s] = {}
+        # The calls whose pins end when the client confirms their answers.
+        self.brief_pins: set[int] = set()
         # The snapshots of a Save, by partition.
         self.saves: dict[int, dict[str, Snapshot]] = {}
         self.unconfirmed: dict[int, UnconfirmedClaim] = {}
@@ -311,10 +313,11 @@ class Session:
 
     def confirm(
         self, watermark: int, confirmed: tuple[int, ...], limits: Limits
-    ) -> tuple[list[Parked], list[UnconfirmedClaim]]:
-        """Settle all calls below `watermark` and in `confirmed` (pairs of first and last id): the client has their
-        answers or no longer needs them. Return the parked calls among them, which the caller cancels, and the claims
-        that are now final. Settled ids remain settled, in whatever order calls arrive."""
+    ) -> tuple[list[Parked], list[UnconfirmedClaim], list[Int32s]]:
+        """Settle all calls below `watermark` and in `confirmed` (pairs of first and last id): the
+        client has their answers or no longer needs them. Return the parked calls among them, which
+        the caller cancels, the claims that are now final, and the pins that end, which the caller
+        undoes. Settled ids remain settled, in whatever order calls arrive."""
         settled: Iterable[int] = ()
         if watermark > self.watermark:
             settled = (self.watermark,)
@@ -327,21 +330,26 @@ class Session:
             settled = [*settled, *self._settle_above(confirmed, limits)]
         cancelled: list[Parked] = []
         final: list[UnconfirmedClaim] = []
+        unpinned: list[Int32s] = []
         for call_id in settled:
             self.answers.pop(call_id, None)
             if call_id in self.unconfirmed:
                 claimed = self.unconfirmed.pop(call_id)
                 claimed.settle()
                 final.append(claimed)
+            if call_id in self.brief_pins:
+                self.brief_pins.remove(call_id)
+                if call_id in self.pins:
+                    unpinned.append(self.pins.pop(call_id))
             if call_id in self.large:
                 self.large_bytes -= self.large.pop(call_id)
             if call_id in self.parked:
                 cancelled.append(self.parked[call_id])
-        return cancelled, final
+        return cancelled, final, unpinned
 
     def _settle_above(self, confirmed: tuple[int, ...], limits: Limits) -> list[int]:
         """Record the confirmed ids above the watermark as settled (see `confirm`). Return those
-        among them that may have an answer, a claim or a parked call."""
+        among them that may have an answer, a claim, a pin or a parked call."""
         call_ids: list[int] = []
         # An unpaired id at the end is ignored.
         for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
@@ -355,11 +363,11 @@ class Session:
 
     def _unsettled_between(self, first: int, last: int) -> Iterable[int]:
         """Return the ids from `first` to `last`, ascending: all of them, or of a range that is longer than the list
-        of unanswered calls only those with an answer, a claim or a parked call. A client may send any ids, so a
-        long range is not gone through."""
+        of unanswered calls only those with an answer, a claim, a pin or a parked call. A client may
+        send any ids, so a long range is not gone through."""
         if last - first <= len(self.parked) + len(self.answers):
             return range(first, last + 1)
-        candidates = {*self.answers, *self.unconfirmed, *self.parked}
+        candidates = {*self.answers, *self.unconfirmed, *self.brief_pins, *self.parked}
         return sorted([call_id for call_id in candidates if first <= call_id <= last])
 
 
