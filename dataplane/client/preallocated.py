@@ -1,4 +1,5 @@
-"""Preallocated space for the small puts of a client: each put takes a portion of it and sends only its commit.
+"""Preallocated space for the small puts of a client: each put takes a portion of it and sends only
+its commit.
 
 A client requests such space only when small puts follow each other quickly, and only in a unit whose arena it has
 mapped. Space that is unused for one heartbeat is returned, and all unused space when the session
@@ -11,6 +12,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from dataplane.core.types import granules_up
@@ -20,15 +22,15 @@ from dataplane.ledger.commands import Placement, Preallocate
 SMALL_BYTES = 256 << 10
 """Larger puts allocate their own space: their copy takes longer than the request."""
 PUTS_AHEAD = 64
-"""A request asks for the space of this many puts of the current size, within the two limits below."""
+MOST_PUTS_AHEAD = 1024
+"""A request asks for the space of so many puts of the current size, within the two limits below: of
+`PUTS_AHEAD`, and of twice as many as the last one if it follows within `SOON_S`, up to `MOST_PUTS_AHEAD`."""
 LEAST_BYTES = 64 << 10
-MOST_BYTES = 2 << 20
+MOST_BYTES = 8 << 20
 SHARE = 128
 """A request asks for at most 1/SHARE of the unit's capacity, or for the space of one put if that is more."""
 SOON_S = 1.0
 """Small puts further apart than this allocate their own space. A rejected request blocks new ones for this time."""
-MOST_REQUESTS = 4
-"""Maximum number of concurrent requests for preallocated space; other puts allocate their own space."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +78,10 @@ class PreallocatedBuffer:
         self._lock = threading.Lock()
         self._open: list[PreallocatedSpace] = []  # spaces that puts may take portions of
         self._spaces: dict[int, PreallocatedSpace] = {}  # by call id: the open ones, and those with portions in use
-        self._requests = 0  # commands of `next_request` without a response
+        # Completed when the request in progress, which `next_request` returned, has ended.
+        self._requested: Future[None] | None = None
+        self._requested_at = -SOON_S
+        self._puts_ahead = PUTS_AHEAD
         self.returned: collections.deque[int] = collections.deque()
         self._last_put_at = self._rejected_at = -SOON_S  # times of the last small put, and of the last rejection
 
@@ -96,24 +101,37 @@ class PreallocatedBuffer:
             space.portions.add(portion)
             return portion
 
-    def next_request(self, nbytes: int, unit: int | None, most_bytes: int = MOST_BYTES) -> Preallocate | None:
-        """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if the
-        put must allocate its own. The caller calls `end_request` after the command. Spaces that are too small for
-        the put are given up. unit: a unit whose arena is mapped; None if there is none."""
+    @property
+    def in_use(self) -> bool:
+        """Whether a small put was made a short time ago."""
+        return self._clock() - self._last_put_at < SOON_S
+
+    def next_request(
+        self, nbytes: int, unit: int | None, most_bytes: int = MOST_BYTES
+    ) -> Preallocate | Future[None] | None:
+        """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`;
+        if another put's request is in progress, the future of its end; or None if the put must
+        allocate its own space. The caller calls `end_request` after the command. Spaces that are too
+        small for the put are given up. unit: a unit whose arena is mapped; None if there is none."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:
             now = self._clock()
-            soon = now - self._last_put_at < SOON_S
+            soon = self.in_use
             self._last_put_at = now
             if unit is None or not soon:  # no arena is mapped, or small puts are rare
                 return None
-            if now - self._rejected_at < SOON_S or self._requests >= MOST_REQUESTS:
+            if now - self._rejected_at < SOON_S:
                 return None
-            self._requests += 1
+            if self._requested is not None:
+                return self._requested
+            self._requested = Future()
+            follows = now - self._requested_at < SOON_S
+            self._puts_ahead = min(2 * self._puts_ahead, MOST_PUTS_AHEAD) if follows else PUTS_AHEAD
+            self._requested_at = now
             for space in [space for space in self._open if space.end - space.offset < nbytes]:
                 self._give_up(space)
-        wanted_bytes = min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), most_bytes)
+            wanted_bytes = min(max(self._puts_ahead * nbytes, LEAST_BYTES), most_bytes)
         return Preallocate(unit=unit, nbytes=max(wanted_bytes, nbytes))
 
     def record_rejection(self) -> None:
@@ -124,7 +142,10 @@ class PreallocatedBuffer:
     def end_request(self) -> None:
         """Record that the command of `next_request` was answered or abandoned."""
         with self._lock:
-            self._requests -= 1
+            requested = self._requested
+            self._requested = None
+        if requested is not None:
+            requested.set_result(None)
 
     def add(self, call_id: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
         """Add space at `offset`, allocated by call `call_id`. granted: the command of this call. checksums: see

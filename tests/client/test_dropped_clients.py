@@ -33,6 +33,7 @@ from dataplane import (
 )
 from dataplane.client import async_session, preallocated, unit_connections
 from dataplane.client import session as sessions
+from dataplane.client.operations import short_put
 from dataplane.client.preallocated import PreallocatedBuffer
 from dataplane.client.rpc import call_socket, channel, heartbeat
 from dataplane.client.rpc.async_channel import AsyncChannel
@@ -561,10 +562,15 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
     read_by: dict[str, int] = {}
     write = UnitConnections._write
     gather = UnitConnections._gather
+    copy = short_put._copy
 
     def seen(self: UnitConnections, placements: Any, columns: Any, *more: Any) -> None:
         copied_by[columns[0].name] = threading.get_ident()
         write(self, placements, columns, *more)
+
+    def seen_short(*arguments: Any, **options: Any) -> Any:
+        copied_by["small"] = threading.get_ident()
+        return copy(*arguments, **options)
 
     def seen_reading(self: UnitConnections, located: Any, *more: Any) -> Any:
         read_by[located[0].name] = threading.get_ident()
@@ -572,6 +578,7 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
 
     monkeypatch.setattr(UnitConnections, "_write", seen)
     monkeypatch.setattr(UnitConnections, "_gather", seen_reading)
+    monkeypatch.setattr(short_put, "_copy", seen_short)
     # On a busy machine puts count as soon after one another, too, and those ask again who ask before the service knows
     # that this client is on the unit's host.
     monkeypatch.setattr(preallocated, "SOON_S", 600.0)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.preallocated import (
     LEAST_BYTES,
     MOST_BYTES,
-    MOST_REQUESTS,
     PUTS_AHEAD,
     SMALL_BYTES,
     SOON_S,
@@ -398,8 +398,16 @@ def ticking() -> Clock:
 @pytest.fixture
 def buffer(ticking: Clock) -> PreallocatedBuffer:
     buffer = PreallocatedBuffer(ticking)
-    buffer.next_request(64, UNIT)
+    buffer.next_request(64, UNIT)  # the first small put, which requests nothing
     return buffer
+
+
+def request(buffer: PreallocatedBuffer, nbytes: int, *limits: int) -> int:
+    """The size of a request that ends at once."""
+    command = buffer.next_request(nbytes, UNIT, *limits)
+    assert isinstance(command, Preallocate)
+    buffer.end_request()
+    return command.nbytes
 
 
 def add(buffer: PreallocatedBuffer, call_id: int = 7, nbytes: int = 256, offset: int = 1024) -> None:
@@ -419,11 +427,24 @@ def test_the_first_small_put_asks_for_nothing_ahead_and_one_soon_after_does(tick
     assert buffer.next_request(64, UNIT) is None
 
 
-def test_space_is_for_several_puts_within_bounds(buffer: PreallocatedBuffer) -> None:
-    assert buffer.next_request(6_400, UNIT).nbytes == PUTS_AHEAD * 6_400
-    assert buffer.next_request(6_400, UNIT, 64_000).nbytes == 64_000
-    assert buffer.next_request(6_400, UNIT, 64).nbytes == 6_400
-    assert buffer.next_request(SMALL_BYTES, UNIT).nbytes == MOST_BYTES
+def test_space_is_for_several_puts_within_bounds(buffer: PreallocatedBuffer, ticking: Clock) -> None:
+    for nbytes, limits, expected in [
+        (6_400, (), PUTS_AHEAD * 6_400),
+        (6_400, (64_000,), 64_000),
+        (6_400, (64,), 6_400),
+        (SMALL_BYTES, (), MOST_BYTES),
+    ]:
+        ticking.now += SOON_S
+        buffer.next_request(64, UNIT)
+        assert request(buffer, nbytes, *limits) == expected
+
+
+def test_requests_that_follow_each_other_grow(buffer: PreallocatedBuffer, ticking: Clock) -> None:
+    sizes = [request(buffer, 1024) // 1024 for _ in range(6)]
+    assert sizes == [64, 128, 256, 512, 1024, 1024]
+    ticking.now += SOON_S
+    buffer.next_request(64, UNIT)
+    assert request(buffer, 1024) == 64 * 1024
 
 
 @pytest.mark.parametrize(("nbytes", "unit"), [(SMALL_BYTES + 1, UNIT), (0, UNIT), (64, None)])
@@ -470,13 +491,13 @@ def test_space_that_several_puts_asked_for_is_used_by_the_next_ones(buffer: Prea
     assert list(buffer.returned) == []
 
 
-def test_of_puts_that_begin_at_once_some_ask_for_preallocated_space(buffer: PreallocatedBuffer) -> None:
-    assert [buffer.next_request(64, UNIT) is not None for _ in range(MOST_REQUESTS + 1)] == [True] * MOST_REQUESTS + [
-        False
-    ]
+def test_of_puts_that_begin_at_once_one_requests_space_and_the_others_wait(buffer: PreallocatedBuffer) -> None:
+    assert isinstance(buffer.next_request(64, UNIT), Preallocate)
+    waiting = [buffer.next_request(64, UNIT) for _ in range(3)]
+    assert all(isinstance(each, Future) and not each.done() for each in waiting)
     buffer.end_request()
-    assert buffer.next_request(64, UNIT) is not None
-    assert buffer.next_request(64, UNIT) is None
+    assert all(each.done() for each in waiting)
+    assert isinstance(buffer.next_request(64, UNIT), Preallocate)
 
 
 def test_after_a_failure_the_space_is_given_up_once_nobody_writes_to_it(buffer: PreallocatedBuffer) -> None:

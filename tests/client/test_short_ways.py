@@ -56,6 +56,10 @@ def some_values(chance: random.Random, count: int) -> dict[str, Any]:
         "flags": torch.rand(count, 2) > 0.5,
         "half": torch.rand(count, 2).to(torch.bfloat16),
         "rows": [torch.rand(length, 2) for length in lengths],
+        "jagged": torch.nested.nested_tensor([torch.rand(length, 2) for length in lengths], layout=torch.jagged),
+        "holes": torch.nested.narrow(
+            torch.arange(12 * count).view(count, 12), 1, torch.arange(count) % 4, torch.tensor(lengths), torch.jagged
+        ),
         "numbers": [torch.tensor(float(length)) for length in lengths],
         "tokens": torch.randint(9, (count, width)),
         "text": [f"text {length}" for length in lengths],

@@ -24,9 +24,10 @@ from dataplane.client.operations.short_put import (
     prepare,
     remember,
     store_short,
+    take_preallocated,
 )
 from dataplane.client.operations.steps import Operation, Post, Send, Wait, Work
-from dataplane.client.preallocated import MOST_BYTES, SHARE, PreallocatedPortion, bytes_of
+from dataplane.client.preallocated import PreallocatedPortion, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core.devices import CPU, current_stream, record_event
@@ -310,7 +311,7 @@ def store(
     samples."""
     committed: c.Committed
     try:
-        portion = yield from _take_preallocated(session_state, bytes_of(encoded))
+        portion = yield from take_preallocated(session_state, bytes_of(encoded))
         if portion is not None:
             return (yield from _store_preallocated(session_state, portion, commit, ids, encoded))
     except (ServiceRestartedError, StorageUnitError) as error:
@@ -394,29 +395,6 @@ def _with_columns(
         for column in encoded
     )
     return replace(commit, reservation=reservation, offset=offset, columns=columns)
-
-
-def _take_preallocated(session_state: SessionState, nbytes: int) -> Operation[PreallocatedPortion | None]:
-    """Return preallocated space of the session for a small put, after requesting more if necessary; None if no space is
-    available."""
-    buffer = session_state.preallocated
-    portion = buffer.take(nbytes)
-    if portion is not None:
-        return portion
-    unit = session_state.connections.local_unit()
-    capacity_bytes = 0 if unit is None else session_state.connections.capacity_of(unit)
-    request = buffer.next_request(nbytes, unit, min(MOST_BYTES, capacity_bytes // SHARE))
-    if request is None:  # the put allocates its own space
-        return None
-    try:
-        granted = yield Send(request)
-        buffer.add(granted.call_id, request, granted.result.offset, checksums=granted.result.checksums)
-    except (CapacityTimeoutError, InvalidRequestError):  # no space, or the unit is not local to the session
-        buffer.record_rejection()
-        return None
-    finally:
-        buffer.end_request()
-    return buffer.take(nbytes)  # None if other puts have taken the new space
 
 
 def _store_preallocated(

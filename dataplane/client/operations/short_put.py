@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
-from dataplane.client.operations.steps import Operation, Send, Work, always
-from dataplane.client.preallocated import SMALL_BYTES
+from dataplane.client.operations.steps import Operation, Send, Wait, Work, always
+from dataplane.client.preallocated import MOST_BYTES, SHARE, SMALL_BYTES, PreallocatedPortion
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.core.checksums import checksums_of
 from dataplane.core.devices import CPU
@@ -28,13 +30,16 @@ from dataplane.core.row_copy import Int64s, UInt8s, address
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
 from dataplane.core.types import GRANULE_BYTES, INT64_MAX, INT64_MIN, FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn
+from dataplane.data.jagged import detached_values, host_starts_and_lengths, is_jagged
 from dataplane.data.meta import KVBatchMeta
 from dataplane.data.object_codec import encode_rows
 from dataplane.data.tensor_memory import TORCH_DTYPES
 from dataplane.errors import (
     CallTimeoutError,
+    CapacityTimeoutError,
     ClientClosedError,
     DataPlaneError,
+    InvalidRequestError,
     ServiceUnavailableError,
     SessionExpiredError,
     UnsupportedValueError,
@@ -49,10 +54,13 @@ UNCERTAIN_ERRORS = (CallTimeoutError, ClientClosedError, ServiceUnavailableError
 MAX_ROWS = 32
 MAX_COLUMNS = 64
 """Maximum numbers of samples and columns of a small put."""
+MAX_REQUESTS = 3
+"""Maximum number of requests for space, of its own or of others, that a put waits for."""
 MAX_PLANS = 256
 """Maximum number of plans that a session remembers."""
 _MODES = {mode.value: mode for mode in c.Mode}
 _STRIDED = torch.strided
+_FORMS = (Tensor, NestedTensor, list)
 _PLAIN_TAGS = frozenset({str, bool, int, float, type(None)})
 _KINDS = frozenset({FieldKind.DENSE, FieldKind.JAGGED, FieldKind.OBJECT})
 _Source = tuple[int | bytes, int, object]
@@ -60,8 +68,9 @@ _Source = tuple[int | bytes, int, object]
 
 
 class _Column(NamedTuple):
-    """How the values of a column are given and stored. is_list: as a list of rows, else as one
-    tensor; None if both forms are stored alike. dims: the number of dimensions of each row."""
+    """How the values of a column are given and stored. form: the type of the values, a tensor, a
+    jagged tensor or a list of rows; None if all forms are stored alike. dims: the number of
+    dimensions of each row."""
 
     name: str
     kind: FieldKind
@@ -69,7 +78,7 @@ class _Column(NamedTuple):
     numbers: str | None
     inner: tuple[int, ...]
     dims: int
-    is_list: bool | None
+    form: type | None
     unit_bytes: int
 
 
@@ -81,19 +90,17 @@ class PutPlan:
         self,
         schema: Schema,
         columns: Sequence[EncodedColumn],
-        is_list: Sequence[bool | None],
+        forms: Sequence[type | None],
     ) -> None:
         self.schema = schema
         self.columns: list[_Column] = []
-        for column, listed in zip(columns, is_list, strict=True):
+        for column, form in zip(columns, forms, strict=True):
             spec = column.spec
             inner = spec.inner or ()
             dims = len(inner) + (spec.kind is FieldKind.JAGGED)
             assert spec.kind is not None
             dtype = None if spec.kind is FieldKind.OBJECT else TORCH_DTYPES[spec.dtype or ""]
-            self.columns.append(
-                _Column(column.name, spec.kind, dtype, spec.dtype, inner, dims, listed, spec.unit_bytes)
-            )
+            self.columns.append(_Column(column.name, spec.kind, dtype, spec.dtype, inner, dims, form, spec.unit_bytes))
         self.encoded = encode_plan(
             tuple([PlanColumn(each.name, each.spec, by_schema=each.by_schema) for each in columns])
         )
@@ -108,29 +115,29 @@ def remember(
     any_form: bool,
 ) -> None:
     """Remember the plan of a put that was stored, if further ones like it are possible the short
-    way. any_form: the caller stores rows alike whether they are given as a tensor or as a list."""
+    way. any_form: the caller stores rows alike in whichever form they are given."""
     if session_state.connections.local_unit() is None:
         return
     names = list(fields.keys())
     if len(names) != len(encoded) or len(encoded) > MAX_COLUMNS or len(encoded[0].lengths) > MAX_ROWS:
         return
-    is_list: list[bool | None] = []
+    forms: list[type | None] = []
     for column, value in zip(encoded, fields.values(), strict=True):
         spec = column.spec
         if column.index is not None or spec.kind not in _KINDS or column.values.device != CPU:
             return
         if (spec.dtype or "").startswith("complex"):
             return
-        if not any_form and type(value) not in (Tensor, list):
+        if not any_form and type(value) not in _FORMS:
             return
-        is_list.append(None if any_form else type(value) is list)
+        forms.append(None if any_form else type(value))
     schema = session_state.schemas.get(partition)
     if schema is None:
         return
     plans = session_state.put_plans
     if len(plans) >= MAX_PLANS:
         plans.clear()
-    plans[partition, *names] = PutPlan(schema, encoded, is_list)
+    plans[partition, *names] = PutPlan(schema, encoded, forms)
 
 
 class ShortPut(NamedTuple):
@@ -238,10 +245,13 @@ def _tensor_sources(
 ) -> list[_Source] | None:
     """Return the bytes of a column of tensors, and add the length of each row to `lengths`; None if
     they must take the general way, which cuts padded rows to the `token_lengths`."""
-    is_list = type(value) is list
-    if is_list and len(value) != count:
+    form = type(value)
+    if column.form is not None and column.form is not form:
         return None
-    if column.is_list is not None and column.is_list is not is_list:
+    if form is NestedTensor:
+        return _jagged_sources(column, value, count, lengths)
+    is_list = form is list
+    if is_list and len(value) != count:
         return None
     rows = value if is_list else (value,)
     sources: list[_Source] = []
@@ -268,6 +278,28 @@ def _tensor_sources(
     return sources
 
 
+def _jagged_sources(column: _Column, value: Any, count: int, lengths: list[int]) -> list[_Source] | None:
+    """As `_tensor_sources`, of one jagged tensor."""
+    if column.kind is not FieldKind.JAGGED or not is_jagged(value):
+        return None
+    values = detached_values(value)
+    if type(values) is not Tensor or values.dtype is not column.dtype or values.shape[1:] != column.inner:
+        return None
+    if not values.is_cpu or not values.is_contiguous() or values.is_neg():
+        return None
+    starts, row_lengths = host_starts_and_lengths(value)
+    if len(starts) != count:
+        return None
+    begin = values.data_ptr()
+    sources: list[_Source] = []
+    for start, length in zip(starts.tolist(), row_lengths.tolist(), strict=True):
+        if start < 0 or length < 0 or start + length > len(values):  # the general way says so
+            return None
+        sources.append((begin + start * column.unit_bytes, length * column.unit_bytes, values))
+        lengths.append(length)
+    return sources
+
+
 def _object_sources(column: _Column, value: Any, count: int, lengths: list[int], pickles: bool) -> list[_Source] | None:
     """As `_tensor_sources`, of a column of objects."""
     if type(value) is not list or len(value) != count or numbers_dtype(value) != column.numbers:
@@ -287,11 +319,16 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
     because the client has no such space or the service rejected the put: then the put must take the
     general way."""
     nbytes = sum(put.sizes)
-    portion = session_state.preallocated.take(nbytes) if nbytes <= SMALL_BYTES else None
-    if portion is None:
+    if nbytes > SMALL_BYTES:
         return None
+    buffer = session_state.preallocated
+    portion = buffer.take(nbytes)
     failed = True
     try:
+        if portion is None and buffer.in_use:
+            portion = yield from take_preallocated(session_state, nbytes)
+        if portion is None:
+            return None
         space = portion.space
         memory = session_state.connections.mapped_memory(space.unit, portion.offset + nbytes)
         if memory is None:
@@ -324,7 +361,36 @@ def store_short(session_state: SessionState, put: ShortPut) -> Operation[c.Commi
         log.debug("A short put was rejected (%s) and takes the general way", error)
         return None
     finally:
-        session_state.preallocated.finish(portion, failed=failed)
+        if portion is not None:
+            buffer.finish(portion, failed=failed)
+
+
+def take_preallocated(session_state: SessionState, nbytes: int) -> Operation[PreallocatedPortion | None]:
+    """Return preallocated space of the session for a small put, after a request for more if
+    necessary: its own one, or that of another put. None if no space is available."""
+    buffer = session_state.preallocated
+    for _ in range(MAX_REQUESTS):
+        portion = buffer.take(nbytes)
+        if portion is not None:
+            return portion
+        unit = session_state.connections.local_unit()
+        capacity_bytes = 0 if unit is None else session_state.connections.capacity_of(unit)
+        request = buffer.next_request(nbytes, unit, min(MOST_BYTES, capacity_bytes // SHARE))
+        if request is None:  # the put allocates its own space
+            return None
+        if isinstance(request, Future):
+            yield Wait(request)
+            continue
+        try:
+            granted = yield Send(request)
+            space = granted.result
+            buffer.add(granted.call_id, request, space.offset, checksums=space.checksums)
+        except (CapacityTimeoutError, InvalidRequestError):  # no space, or the unit is not local
+            buffer.record_rejection()
+            return None
+        finally:
+            buffer.end_request()
+    return buffer.take(nbytes)  # None if other puts have taken the new space
 
 
 def _copy(put: ShortPut, memory: UInt8s, offset: int, *, checksums: bool) -> tuple[int, ...]:
