@@ -16,7 +16,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -169,6 +169,16 @@ def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
     return InvalidRequestError(f"{what}: {why}")
 
 
+def _mismatch(kind: type[c.Value], name: str, entry: Any) -> str:
+    """Describe the type that a field of this type expects, and that of the entry; "" if the entry has it."""
+    try:
+        msgspec.convert(entry, get_type_hints(kind, include_extras=True)[name])
+    except msgspec.ValidationError as error:
+        why = str(error)
+        return f"{why[0].lower()}{why[1:]}"
+    return ""
+
+
 def _faults(what: str, value: Any) -> Iterator[str]:
     """Yield a description of each entry of the value that has no encoded form."""
     if isinstance(value, str):
@@ -189,7 +199,12 @@ def _faults(what: str, value: Any) -> Iterator[str]:
         kind = "tag" if isinstance(value, c.TagColumn) else "field"
         names = {"name": f"{kind} name", "values": f"tag {getattr(value, 'name', '')!r}"}
         for name in value.__struct_fields__:
-            yield from _faults(names.get(name, name), getattr(value, name))
+            entry = getattr(value, name)
+            yield from _faults(names.get(name, name), entry)
+            try:
+                _encode(entry)
+            except TypeError as error:
+                yield f"{name}={reprlib.repr(entry)}: {_mismatch(type(value), name, entry) or error}"
     elif isinstance(value, dict):
         for key, entry in value.items():
             yield from _faults(what, key)
