@@ -24,6 +24,7 @@ from dataplane import (
     CallTimeoutError,
     ClientClosedError,
     DataPlaneClient,
+    InvalidRequestError,
     KVBatchMeta,
     Server,
     ServiceUnavailableError,
@@ -373,7 +374,7 @@ def calling(client: AsyncDataPlaneClient, name: str) -> Callable[[], Coroutine[A
 
 
 async def refused(call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    with pytest.raises(ClientClosedError, match="another event loop"):
+    with pytest.raises(InvalidRequestError, match="is bound to another event loop"):
         await asyncio.wait_for(call(), 60)
 
 
