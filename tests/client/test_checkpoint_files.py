@@ -18,7 +18,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane import CheckpointError, CheckpointWriteError, DataPlaneClient, DataPlaneError, Shared, connect, serve
+from dataplane import (
+    CheckpointError,
+    CheckpointWriteError,
+    DataPlaneClient,
+    DataPlaneError,
+    Shared,
+    UnsupportedValueError,
+    connect,
+    serve,
+)
 from dataplane.client.checkpoint import manifest, save
 from dataplane.core import failpoints
 from tests.profiles import budget
@@ -324,6 +333,9 @@ def test_a_disk_that_is_full_for_the_manifest(
 
 def test_a_path_that_cannot_be(client: DataPlaneClient, tmp_path: Path) -> None:
     for call in (client.checkpoint, client.restore):
+        for path in (None, 5, ["c"]):
+            with pytest.raises(UnsupportedValueError, match=r"argument path: .*Pass the path of"):
+                call(path)
         with pytest.raises(CheckpointError, match="NUL"):
             call(tmp_path / "a\0b")
         with pytest.raises(CheckpointError, match="the path is empty"):
@@ -461,6 +473,87 @@ def test_two_at_once_into_one_path(client: DataPlaneClient, saved: Path) -> None
     failpoints.arm("checkpoint.saved", another)
     client.checkpoint(saved)
     assert manifest.read(saved)
+
+
+Racing = tuple[save.StagedCheckpoint, ...]
+
+
+@pytest.fixture
+def racing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Racing]:
+    """Two saves that began at one instant: each looked before the other had its directory."""
+    saves = save.StagedCheckpoint(saved), save.StagedCheckpoint(saved)
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "siblings", lambda *_: [])
+        for each in saves:
+            each.prepare()
+    yield saves
+    for each in saves:
+        each.abandon()
+
+
+ANOTHER_SAVE = "/c: another save to this path was running.* save again"
+
+
+def test_the_last_of_two_that_began_at_one_instant_wins(saved: Path, racing: Racing) -> None:
+    content = manifest.read(saved)
+    for each in racing:
+        each.publish(content)
+    assert manifest.encode(manifest.read(saved)) == manifest.encode(content)
+
+
+def test_a_save_whose_path_another_one_took_says_so(saved: Path, racing: Racing) -> None:
+    content = manifest.read(saved)
+    loser, winner = racing
+
+    def interfere() -> None:
+        failpoints.disarm()
+        winner.publish(content)
+
+    failpoints.arm("checkpoint.between_renames", interfere)
+    with pytest.raises(CheckpointError, match=ANOTHER_SAVE):
+        loser.publish(content)
+    assert manifest.encode(manifest.read(saved)) == manifest.encode(content)
+
+
+def test_a_save_whose_older_checkpoint_another_one_moved_says_so(
+    saved: Path, racing: Racing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = manifest.read(saved)
+    loser, winner = racing
+    chmod = Path.chmod
+
+    def interfere(path: Path, mode: int) -> None:
+        if path == loser.directory:  # the loser saw the older checkpoint, and moves it next
+            saved.rename(winner._older)
+        chmod(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", interfere)
+    with pytest.raises(CheckpointError, match=ANOTHER_SAVE):
+        loser.publish(content)
+    winner._older.rename(saved)
+
+
+@pytest.mark.parametrize("lost", [FileNotFoundError, BlockingIOError])
+def test_a_save_whose_directory_another_one_removes_as_left_by_a_crash_says_so(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, lost: type[OSError]
+) -> None:
+    mkdir = Path.mkdir
+    others: list[int] = []
+
+    def interfere(path: Path, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if path == loser.directory:
+            others.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(others[0], fcntl.LOCK_EX)
+            if lost is FileNotFoundError:
+                path.rmdir()
+
+    loser = save.StagedCheckpoint(saved)
+    monkeypatch.setattr(Path, "mkdir", interfere)
+    with pytest.raises(CheckpointError, match=ANOTHER_SAVE):
+        loser.prepare()
+    os.close(others[0])
+    loser.abandon()
 
 
 @pytest.mark.parametrize("at", ["manifest", "verified"])

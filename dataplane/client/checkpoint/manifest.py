@@ -19,6 +19,7 @@ import importlib.metadata
 import io
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import msgspec
 import safetensors
 
 from dataplane.core.types import FieldSpec
-from dataplane.errors import CheckpointError
+from dataplane.errors import CheckpointError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
 FORMAT = 2
@@ -242,7 +243,11 @@ def reading(path: Path, missing: str = MISSING) -> Iterator[None]:
 
 def resolved(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path without symbolic links. Raise `CheckpointError` for an empty path or
-    one with a NUL character."""
+    one with a NUL character, and `UnsupportedValueError` (a TypeError) for no path."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        got = "None" if path is None else f"{type(path).__name__} {reprlib.repr(path)}"
+        hint = "Pass the path of a directory, as a string or a pathlib.Path."
+        raise UnsupportedValueError(field="argument path", row=None, got=got, hint=hint)
     given = os.fsdecode(path)
     if "\0" in given:
         why = "the path contains a NUL character (\\0); pass a path without it"

@@ -6,6 +6,7 @@ Memory use at a time: the tensors of one file, and the values of one chunk as th
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -415,11 +416,13 @@ class StagedCheckpoint:
         not replaceable, or another process is writing to it."""
         with _writing(self.directory):
             refuse_link_of_another(os.fsdecode(self._given))
-            self._check_replaceable()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._clean()
+            with self._against_other_saves():
+                self._check_replaceable()
+                self._clean()
             self.directory.mkdir(MODE)
-            self._lock = _locked(self.directory)
+            with self._against_other_saves():
+                self._lock = _locked(self.directory)
 
     def _check_replaceable(self) -> None:
         """Raise `CheckpointError` unless the path does not exist, or is a directory that is empty, has
@@ -437,6 +440,18 @@ class StagedCheckpoint:
                 manifest.read(self.path)
                 return
         raise CheckpointError(file=str(self.path), why=why)
+
+    @contextlib.contextmanager
+    def _against_other_saves(self) -> Iterator[None]:
+        """Convert the errors of files that another process renames, removes or locks meanwhile."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EAGAIN):
+                raise
+            why = "another save to this path was running: the path or its directory was replaced "
+            why += "or removed meanwhile; save again, one save at a time, or pass another path"
+            raise CheckpointError(file=str(self.path), why=why) from error
 
     def _clean(self) -> None:
         """Remove what saves left that died, and put back an older checkpoint that one had set aside.
@@ -470,7 +485,7 @@ class StagedCheckpoint:
                 os.fsync(file.fileno())
             sync_path(self.directory)
         failpoint("checkpoint.before_rename")
-        with _writing(self.path):
+        with _writing(self.path), self._against_other_saves():
             self._check_replaceable()  # again: another process may have created the path
             if self.path.exists():
                 self.directory.chmod(stat.S_IMODE(self.path.stat().st_mode))
