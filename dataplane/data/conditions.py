@@ -50,7 +50,7 @@ def _check_condition(number: int, given: object) -> Condition:
 
 def parse_condition(text: str) -> Condition:
     """Parse one condition: a tag, an operator and a value. The value is JSON, True, False, None, text in single quotes,
-    or one word. For `in` it is a JSON list."""
+    or one word, which is text and must not look like a number. For `in` it is a JSON list."""
     matched = _TEXT.fullmatch(text)
     if matched is None:
         raise InvalidRequestError(
@@ -83,4 +83,18 @@ def _parse_value(text: str, value: str) -> Scalar:
             f'{text!r}: cannot read the value {value!r}; quote a text of several words (source == "two words"), use '
             "'in' for a list of values, and pass several conditions as a list"
         )
+    if _is_number(value):
+        raise InvalidRequestError(
+            f"{text!r}: {value!r} is not a number of JSON; write a number as 0.5 or -1e3, pass "
+            "(tag, operator, value) for infinity, or quote a text"
+        )
     return value
+
+
+def _is_number(word: str) -> bool:
+    """Whether Python reads the word as a number. With an underscore it is an id, such as 3_7."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return "_" not in word

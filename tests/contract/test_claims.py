@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,6 +145,11 @@ def test_predicates_groups_and_order(client: DataPlaneClient, partition: str) ->
     assert groups.sample_ids == ["s0", "s1", "s2", "s3"]
     with pytest.raises(ValueError, match="where"):
         client.claim_meta(partition, "ref", ["x"], 1, where=[("std", "~", 0.0)])
+    for operator, value in ((">", math.nan), ("!=", np.float32("nan")), ("in", [0.0, math.nan])):
+        with pytest.raises(ValueError, match=f"where: 'std' {operator} NaN: NaN equals no value"):
+            client.claim_meta(partition, "ref", ["x"], 1, where=[("std", operator, value)])
+    infinite = [("std", ">", math.inf)]
+    assert client.claim_meta(partition, "ref", ["x"], 8, blocking=False, where=infinite).size == 0
 
 
 def test_conditions_may_be_texts(client: DataPlaneClient, partition: str) -> None:

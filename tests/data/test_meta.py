@@ -9,6 +9,7 @@ import decimal
 import enum
 import math
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -300,6 +301,8 @@ def test_claims_go_with_their_samples() -> None:
         ("reward > 0.5", ("reward", ">", 0.5)),
         ("  reward>=-1  ", ("reward", ">=", -1)),
         ("source == math", ("source", "==", "math")),
+        ("group == 3_7", ("group", "==", "3_7")),
+        ("name > 'NaN'", ("name", ">", "NaN")),
         ('source != "a b = c"', ("source", "!=", "a b = c")),
         ("source == 'a b'", ("source", "==", "a b")),
         ("tag with spaces<3", ("tag with spaces", "<", 3)),
@@ -318,6 +321,9 @@ def test_claims_go_with_their_samples() -> None:
 def test_a_text_is_a_condition(text: str, condition: Condition) -> None:
     assert conditions_of(text) == (condition,)
     assert conditions_of([text, ("x", "==", 1)]) == (condition, ("x", "==", 1))
+
+
+NO_JSON = ["NaN", "nan", "-nan", "inf", "Infinity", "-Infinity", ".5", "+1", "1.", "007"]
 
 
 def test_values_keep_their_type() -> None:
@@ -340,6 +346,7 @@ def test_values_keep_their_type() -> None:
         ("a = 1", "expected TAG OPERATOR VALUE"),
         ("a === 1", "quote a text"),
         ("a == [1]", "quote a text"),
+        *[(f"a > {word}", f"'{re.escape(word)}' is not a number of JSON") for word in NO_JSON],
         ("a in 3", "`in` needs a JSON list"),
         ("a in [[1]]", "`in` needs a JSON list"),
         ([("a", "in", "xyz")], r"where\[0\]=.*`in` needs a list of values"),

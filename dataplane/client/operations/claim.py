@@ -7,6 +7,7 @@ They are generators of steps, like all `operations`; the docstrings of `DataPlan
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -151,9 +152,13 @@ def _predicates(where: Where) -> tuple[c.Predicate, ...]:
 
 def _predicate(number: int, tag: str, op: str, value: Any) -> c.Predicate:
     """Convert one condition. number: its position in the list; errors about the value name it."""
-    if op == "in":
-        return c.Predicate(tag=tag, op=op, value=tuple(scalar(tag, row, item) for row, item in enumerate(value)))
-    return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
+    several = op == "in"
+    given = enumerate(value) if several else [(number, value)]
+    values = tuple([scalar(tag, row, item) for row, item in given])
+    if any(isinstance(each, float) and math.isnan(each) for each in values):
+        remedy = "pass a number, or leave the condition out"
+        raise InvalidRequestError(f"where: {tag!r} {op} NaN: NaN equals no value; {remedy}")
+    return c.Predicate(tag=tag, op=op, value=values if several else values[0])
 
 
 _FIELDS: dict[str, Callable[[Any], Any]] = {
