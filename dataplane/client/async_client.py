@@ -24,9 +24,9 @@ P = ParamSpec("P")
 
 class AsyncDataPlaneClient(AsyncCalls):
     """`DataPlaneClient` with awaitable methods; contracts and errors are the same. The client is bound to the event
-    loop of its first call that connects. Calls in any other loop raise `InvalidRequestError` (a ValueError) until that
-    loop is closed, which ends the session. `close()` in another loop does not wait for copies; the client's own loop,
-    if it still runs, ends the session.
+    loop of its first call that connects. Calls in any other loop raise `InvalidRequestError` (a
+    ValueError) until that loop is closed, which ends the session. `close()` in another loop does
+    not wait for copies; the client's own loop, if it still runs, ends the session.
 
     Thousands of claims may wait concurrently without a thread each. Copies run in the loop's executor. Cancelling a
     call detaches its copy, which finishes in the background before its space is released.
@@ -95,8 +95,8 @@ class AsyncDataPlaneClient(AsyncCalls):
     async def _connection(self) -> AsyncConnection:
         """Return the open session. Concurrent first calls share one connection attempt; after a failure, after an
         interrupt that ended the session or in another loop after the session's loop was closed, the next call opens
-        another one. Raise `ClientClosedError` after `close`, and `InvalidRequestError` in another event loop than the
-        session's."""
+        another one. Raise `ClientClosedError` after `close`, and `InvalidRequestError` in another
+        event loop than the session's."""
         if self._closed:
             raise ClientClosedError()
         loop = asyncio.get_running_loop()
@@ -106,7 +106,8 @@ class AsyncDataPlaneClient(AsyncCalls):
             open_session = functools.partial(AsyncConnection.open, self._config, loop)
             self._opening = in_thread(open_session, "tq-open")
         if self._loop is not loop:
-            raise InvalidRequestError(f"{self!r} is bound to another event loop: create one client per event loop")
+            remedy = "create one client per event loop"
+            raise InvalidRequestError(f"{self!r} is bound to another event loop: {remedy}")
         opening = self._opening
         await until_done(opening)
         self._session = opening.result()

@@ -171,14 +171,17 @@ def test_clients_may_not_send_the_reports_of_others(item: c.Input) -> None:
         decode_request(encode(item))
 
 
+NO_VALUE: Any = object()
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [
         (c.Seal(partition="lone surrogate \ud800"), "partition: the string .* unpaired surrogate"),
         (c.Release(located=1 << 80), "Release: located=.*: expected an integer of at most 64 bits"),
-        (c.Seal(partition=object()), "Seal: partition=<object .*>: expected `str`, got `object`"),  # type: ignore[arg-type]
-        (c.Inspect(partition="p", columns=1j), "Inspect: columns=1j: expected `int`, got `complex`"),  # type: ignore[arg-type]
-        (c.Stats(partitions=("p", object())), "Stats: partitions=.*object.*: expected `str`, got `object`"),  # type: ignore[arg-type]
+        (c.Seal(partition=NO_VALUE), "Seal: partition=<object .*>: expected `str`, got `object`"),
+        (c.SetVersion(partition="p", version=NO_VALUE), "version=<object .*: expected `int`, got"),
+        (c.Stats(partitions=("p", NO_VALUE)), "Stats: partitions=.*: expected `str`, got `object`"),
     ],
 )
 def test_values_without_an_encoded_form_are_refused_at_the_sender(command: c.Command, why: str) -> None:

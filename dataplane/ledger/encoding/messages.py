@@ -170,7 +170,8 @@ def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
 
 
 def _mismatch(kind: type[c.Value], name: str, entry: Any) -> str:
-    """Describe the type that a field of this type expects, and that of the entry; "" if the entry has it."""
+    """Describe the type that a field of this type expects, and that of the entry; "" if the entry
+    has it."""
     try:
         msgspec.convert(entry, get_type_hints(kind, include_extras=True)[name])
     except msgspec.ValidationError as error:
@@ -204,7 +205,8 @@ def _faults(what: str, value: Any) -> Iterator[str]:
             try:
                 _encode(entry)
             except TypeError as error:
-                yield f"{name}={reprlib.repr(entry)}: {_mismatch(type(value), name, entry) or error}"
+                why = _mismatch(type(value), name, entry) or error
+                yield f"{name}={reprlib.repr(entry)}: {why}"
     elif isinstance(value, dict):
         for key, entry in value.items():
             yield from _faults(what, key)
