@@ -18,7 +18,7 @@ from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session_state import SessionState
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, name_of
 from dataplane.data.row_parts import Inner, Tokens
 from dataplane.ledger import commands as c
 
@@ -166,7 +166,7 @@ class AsyncCalls:
 
     async def seal(self, partition_id: str) -> None:
         """See `DataPlaneClient.seal`."""
-        await self.perform(partitions.ask, c.Seal(partition=partition_id))
+        await self.perform(partitions.ask, c.Seal(partition=name_of("partition_id", partition_id)))
 
     async def list_samples(self, partition_id: str) -> KVBatchMeta:
         """See `DataPlaneClient.list_samples`."""
@@ -178,6 +178,7 @@ class AsyncCalls:
 
     async def set_version(self, partition_id: str, version: int) -> None:
         """See `DataPlaneClient.set_version`."""
+        name_of("partition_id", partition_id)
         await self.perform(partitions.ask, c.SetVersion(partition=partition_id, version=version))
 
     async def why_blocked(

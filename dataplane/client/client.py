@@ -22,7 +22,7 @@ from dataplane.client.session_state import SessionState
 from dataplane.config import DataPlaneConfig
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, name_of
 from dataplane.data.row_parts import Inner, Tokens
 from dataplane.ledger import commands as c
 
@@ -53,7 +53,8 @@ class DataPlaneClient:
 
     Samples are addressed by ids, or by a `KVBatchMeta` that the service returned. A meta also identifies the
     *generation* of each sample: after a clear, a read or write through an older meta raises `StaleSampleError` and
-    never touches another sample's data.
+    never touches another sample's data. A call with a meta of another partition than its
+    `partition_id` raises `InvalidRequestError` (a ValueError).
     """
 
     def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None, on_event: OnEvent | None = None) -> None:
@@ -329,13 +330,14 @@ class DataPlaneClient:
         return self.perform(claim.consumed, partition_id, task_names)
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
-        """Delete exactly these samples (unknown ids are ignored), or with None the whole partition including its
-        schema. Their space is reused after the last reader has finished. Idempotent."""
+        """Delete exactly these samples (unknown ids and stale samples of a meta are ignored), or
+        with None the whole partition including its schema. Their space is reused after the last reader
+        has finished. Idempotent."""
         self.perform(partitions.clear, sample_ids, partition_id)
 
     def seal(self, partition_id: str) -> None:
         """Reject new sample ids from now on: the partition is complete. KeyError if it is unknown."""
-        self.perform(partitions.ask, c.Seal(partition=partition_id))
+        self.perform(partitions.ask, c.Seal(partition=name_of("partition_id", partition_id)))
 
     def list_samples(self, partition_id: str) -> KVBatchMeta:
         """Return all live samples, oldest first, with tags. `fields` lists the fields that every sample has."""
@@ -349,6 +351,7 @@ class DataPlaneClient:
     def set_version(self, partition_id: str, version: int) -> None:
         """Set the version of the trainer's weights. Claims with `max_lag` are relative to it (0 until it is set; it
         may decrease). Waiting claims are evaluated again. KeyError for an unknown partition."""
+        name_of("partition_id", partition_id)
         self.perform(partitions.ask, c.SetVersion(partition=partition_id, version=version))
 
     def why_blocked(

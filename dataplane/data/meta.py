@@ -81,6 +81,9 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         """Check fields, handles and per-sample values. Copy lists and dicts, per-sample lists to FixedLists."""
+        name_of("partition_id", self.partition_id)
+        if self.task_name is not None:
+            name_of("task_name", self.task_name)
         ids = list_of_names("sample_ids", self.sample_ids)
         # `dataclasses.replace` passes on `_named`, the ids of the original meta. Values that belong to those ids are
         # row handles and FixedLists; lists from the caller are plain lists.
@@ -327,17 +330,25 @@ def list_of_names(what: str, names: Iterable[str]) -> list[str]:
     if isinstance(names, str):
         raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
     if not isinstance(names, Iterable):
-        raise _no_list_of_names(what, None, names)
+        raise _no_names(what, None, names, "Pass a list of strings.")
     listed = list(names)
     for row, name in enumerate(listed):
         if not isinstance(name, str):
-            raise _no_list_of_names(what, row, name)
+            raise _no_names(what, row, name, "Pass a list of strings.")
     return listed
 
 
-def _no_list_of_names(what: str, row: int | None, got: Any) -> UnsupportedValueError:
-    hint = "Pass a list of strings."
-    return UnsupportedValueError(field=f"argument {what}", row=row, got=reprlib.repr(got), hint=hint)
+def name_of(what: str, name: str) -> str:
+    """Return the name, given as argument `what`. Raises UnsupportedValueError unless it is a
+    string."""
+    if not isinstance(name, str):
+        raise _no_names(what, None, name, "Pass a string.")
+    return name
+
+
+def _no_names(what: str, row: int | None, got: Any, hint: str) -> UnsupportedValueError:
+    shown = "None" if got is None else f"{type(got).__name__} {reprlib.repr(got)}"
+    return UnsupportedValueError(field=f"argument {what}", row=row, got=shown, hint=hint)
 
 
 def _one_per_sample(what: str, values: Iterable[Any], size: int) -> list[Any]:

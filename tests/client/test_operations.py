@@ -98,11 +98,11 @@ def test_only_what_is_no_plain_number_is_converted() -> None:
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (5, "argument fields: 5"),
+        (5, "argument fields: int 5"),
         (None, "argument fields: None"),
-        ([5], "argument fields, row 0: 5"),
+        ([5], "argument fields, row 0: int 5"),
         (["x", None], "argument fields, row 1: None"),
-        (b"x", "argument fields, row 0: 120"),
+        (b"x", "argument fields, row 0: int 120"),
     ],
 )
 def test_other_names_than_strings_are_refused_with_their_value(names: Any, text: str) -> None:

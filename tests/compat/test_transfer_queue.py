@@ -666,7 +666,7 @@ def test_a_tag_that_is_refused_says_what_tags_are(client: tq.TransferQueueClient
 
 @pytest.mark.integration
 def test_a_partition_that_is_no_text_is_named(client: tq.TransferQueueClient) -> None:
-    with pytest.raises(InvalidRequestError, match="partition=3: expected `str`, got `int`"):
+    with pytest.raises(TypeError, match="argument partition_id: int 3 is not supported here"):
         tq.kv_put("a", 3, {"x": torch.tensor(1)})  # type: ignore[arg-type]
 
 

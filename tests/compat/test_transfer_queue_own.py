@@ -479,3 +479,71 @@ def test_arguments_of_another_kind_are_named(start: Start) -> None:
     for mode in ("fetch", "insert"):
         with pytest.raises(RuntimeError, match="batch_size='2': expected an int, got str"):
             client.get_meta(["x"], batch_size="2", partition_id="p", mode=mode, task_name="t")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [["p"], 5, b"p"])
+def test_a_partition_key_or_field_of_another_type_is_refused_by_name(
+    client: tq.TransferQueueClient, wrong: Any
+) -> None:
+    tq.kv_batch_put(["a", "b"], "p", values(2))
+    calls = {
+        "partition_id": [
+            lambda: tq.kv_put("a", wrong, {"v": torch.tensor(1)}),
+            lambda: tq.kv_batch_put(["a", "b"], wrong, values(2)),
+            lambda: tq.kv_batch_get(["a"], wrong),
+            lambda: tq.kv_clear(["a"], wrong),
+            lambda: tq.kv_list(wrong),
+            lambda: client.get_meta(["v"], 1, wrong, task_name="t"),
+            lambda: client.get_meta(["v"], 1, wrong, mode="insert"),
+            lambda: client.put(values(1), partition_id=wrong),
+            lambda: client.clear_partition(wrong),
+            lambda: client.kv_retrieve_meta(["a"], wrong),
+        ],
+        "task_name": [lambda: client.get_meta(["v"], 1, "p", task_name=wrong)],
+        "key": [lambda: tq.kv_put(wrong, "p", {"v": torch.tensor(1)})],
+        "data_fields, row 0": [lambda: client.get_meta([wrong], 1, "p", task_name="t")],
+        "select_fields, row 0": [lambda: tq.kv_batch_get(["a"], "p", [wrong])],
+    }
+    for argument, refused in calls.items():
+        for call in refused:
+            message = f"argument {argument}: {type(wrong).__name__} .* is not supported"
+            with pytest.raises(TypeError, match=message):
+                call()
+    assert tq.kv_list() == {"p": {"a": {}, "b": {}}}
+
+
+WRONG = ("KVBatchMeta", "BatchMeta", "TensorDict", "TransferQueueClient", "int")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_passed_to_the_wrong_argument_is_refused_with_what_is_expected(
+    client: tq.TransferQueueClient, wrong: str
+) -> None:
+    meta = tq.kv_batch_put(["a", "b"], "p", values(2))
+    claimed = client.get_meta(["v"], 2, "p", task_name="t")
+    given = (meta, claimed, values(2), client, 5)
+    [value] = [each for each in given if type(each).__name__ == wrong]
+    calls: dict[str, list[Callable[[Any], Any]]] = {
+        "metadata: expected a BatchMeta": [
+            client.get_data,
+            client.set_custom_meta,
+            client.clear_samples,
+            lambda other: client.put(values(2), metadata=other),
+        ],
+        "data: expected a TensorDict": [lambda other: client.put(other, partition_id="p")],
+        "meta: expected a KVBatchMeta": [tq.kv_batch_get_by_meta],
+        "fields: expected a TensorDict": [lambda other: tq.kv_batch_put(["a", "b"], "p", other)],
+        "tags: expected a list of mappings": [
+            lambda other: tq.kv_batch_put(["a", "b"], "p", tags=other),
+        ],
+        "checkpoint_dir: expected a path": [tq.save_checkpoint, tq.load_checkpoint],
+        "data_parser: expected a function": [
+            lambda other: tq.kv_put("a", "p", {"v": torch.tensor(1)}, data_parser=other),
+        ],
+    }
+    for message, refused in calls.items():
+        for call in refused:
+            if f"expected a {wrong}" not in message:
+                with pytest.raises(TypeError, match=f"{message}.*, got {wrong}"):
+                    call(value)
+    assert sorted(tq.kv_list()["p"]) == ["a", "b"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane import DataPlaneClient, FieldSpec, Shared
+from dataplane import DataPlaneClient, FieldSpec, KVBatchMeta, Shared
 from dataplane.errors import (
     FieldNotFoundError,
     FieldNotProducedError,
@@ -20,6 +20,7 @@ from dataplane.errors import (
     SampleExistsError,
     SampleNotFoundError,
     SchemaError,
+    UnsupportedValueError,
 )
 from tests.restarts import wait_until
 
@@ -337,6 +338,80 @@ def test_a_declared_spec_decides(client: DataPlaneClient, partition: str) -> Non
         client.put_samples(["t0"], partition, {"tokens": torch.zeros(1, 3, dtype=torch.int32)})
 
 
+@pytest.mark.parametrize("with_handles", [True, False])
+def test_a_meta_of_another_partition_is_refused_with_both_names(
+    client: DataPlaneClient, partition: str, with_handles: bool
+) -> None:
+    other = f"{partition} other"
+    client.register_partition(other, ["x"], None, ["train"])
+    for name, value in ((partition, 1.0), (other, 2.0)):
+        for _ in range(2):  # the second time the short way
+            meta = client.put_samples(["a"], name, {"x": torch.tensor([value])}, tags=[{"n": 1}])
+            assert client.get_samples(["a"], name, ["x"])["x"].item() == value
+    foreign = meta if with_handles else KVBatchMeta(other, None, ["a"])
+    row = {"x": torch.zeros(1)}
+    for call in (
+        lambda: client.put_samples(foreign, partition, row, tags=[{"n": 2}]),
+        lambda: client.put_samples(foreign, partition, tags=[{"n": 2}]),
+        lambda: client.put_samples(foreign, partition, row, mode="append"),
+        lambda: client.get_samples(foreign, partition, ["x"]),
+        lambda: client.get_samples(foreign, partition, ["x"], copy=False),
+        lambda: client.set_tags(foreign, partition, [{"n": 2}]),
+        lambda: client.clear_samples(foreign, partition),
+    ):
+        both = f"of partition {other!r}, and the call names partition {partition!r}"
+        with pytest.raises(InvalidRequestError, match=both):
+            call()
+    for name, value in ((partition, 1.0), (other, 2.0)):
+        assert client.get_samples(["a"], name, ["x"])["x"].item() == value
+        assert client.list_samples(name).tags == [{"n": 1}]
+
+
+@pytest.mark.parametrize("name", [["p"], {"p": 1}, 5, b"p", None])
+def test_a_partition_or_task_that_is_no_string_is_refused_with_its_value(
+    client: DataPlaneClient, partition: str, name: Any
+) -> None:
+    row = {"x": torch.zeros(1)}
+    meta = client.put_samples(["a"], partition, row)
+    calls = {
+        "partition_id": [
+            lambda: client.register_partition(name, ["x"], None, []),
+            lambda: client.put_samples(["a"], name, row),
+            lambda: client.put_samples(["a"], name, row, mode="append"),
+            lambda: client.put_samples(meta, name, row),
+            lambda: client.put_samples(["a"], name, tags=[{"n": 1}]),
+            lambda: client.get_samples(["a"], name, ["x"]),
+            lambda: client.get_samples(meta, name, ["x"]),
+            lambda: client.claim_meta(name, "train", ["x"], 1, timeout_s=0),
+            lambda: client.why_blocked(name, "train"),
+            lambda: client.check_consumption_status(name, ["train"]),
+            lambda: client.clear_samples(["a"], name),
+            lambda: client.clear_samples(None, name),
+            lambda: client.set_tags(["a"], name, [{"n": 1}]),
+            lambda: client.list_samples(name),
+            lambda: client.seal(name),
+            lambda: client.set_version(name, 1),
+            lambda: client.matrix(name),
+            lambda: KVBatchMeta(name, None, ["a"]),
+        ],
+        "task_name": [
+            lambda: client.claim_meta(partition, name, ["x"], 1, timeout_s=0),
+            lambda: client.why_blocked(partition, name),
+        ],
+        "sample_id": [lambda: client.show_sample(name, partition)],
+    }
+    if name is not None:
+        calls["partition_id"].append(lambda: client.show_sample("a", name))
+        calls["task_name"].append(lambda: KVBatchMeta(partition, name, ["a"]))
+    for argument, refused in calls.items():
+        kind = "" if name is None else f"{type(name).__name__} "
+        message = f"argument {argument}: {kind}{name!r} is not supported here. Pass a string."
+        for call in refused:
+            with pytest.raises(UnsupportedValueError, match=re.escape(message)):
+                call()
+    assert client.list_samples(partition).sample_ids == ["a"]
+
+
 @pytest.mark.parametrize("names", [5, [None], [b"tokens"]])
 def test_names_that_are_no_strings_are_refused_with_their_value(
     client: DataPlaneClient, partition: str, names: Any
@@ -367,9 +442,9 @@ def test_names_that_are_no_strings_are_refused_with_their_value(
         ("ab", "enums='ab': pass a mapping"),
         (["a"], "pass a mapping of tag names"),
         ({"k": "ab"}, "pass a list of names, not one string"),
-        ({"k": [0]}, "enums.*k.*row 0: 0 is not supported"),
+        ({"k": [0]}, "enums.*k.*row 0: int 0 is not supported"),
         ({"k": None}, "None is not supported"),
-        ({0: ["a"]}, "enums, row 0: 0 is not supported"),
+        ({0: ["a"]}, "enums, row 0: int 0 is not supported"),
     ],
 )
 def test_enums_that_are_no_lists_of_texts_are_refused(

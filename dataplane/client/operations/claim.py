@@ -20,7 +20,7 @@ from dataplane.client.session_state import SessionState
 from dataplane.core.durations import as_timeout, seconds, seconds_if_any
 from dataplane.core.schema import DROPPED_SAMPLES
 from dataplane.data.conditions import Where, conditions_of
-from dataplane.data.meta import KVBatchMeta, list_of_names
+from dataplane.data.meta import KVBatchMeta, list_of_names, name_of
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
@@ -125,8 +125,8 @@ def claim_command(
     """Return the command of a claim, with checked options. Without `dp_world` and `step` the claim is not divided
     among ranks, and `dp_rank` is left out."""
     return c.Claim(
-        partition=partition,
-        task=task,
+        partition=name_of("partition_id", partition),
+        task=name_of("task_name", task),
         fields=tuple(list_of_names("required_fields", required_fields)),
         batch_size=batch_size,
         dp_rank=None if dp_world is None and step is None else dp_rank,
@@ -191,7 +191,7 @@ def settle_claims(
             "meta has no claim ids, so it was not returned by a claim; pass the meta that claim_meta returned, or a "
             "subset of it"
         )
-    samples = samples_of(meta)
+    samples = samples_of(meta, meta.partition_id)
     command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
     settled = yield from send_for_samples(meta.sample_ids, command)
     return [meta.sample_ids[position] for position in settled.result.cleared.tolist()]
@@ -205,7 +205,9 @@ def extend(session_state: SessionState, meta: KVBatchMeta, lease_s: float) -> Op
 
 def consumed(session_state: SessionState, partition: str, task_names: Sequence[str]) -> Operation[bool]:
     """Return whether the partition is complete and the tasks have consumed all of its samples."""
-    answer = yield Send(c.CheckConsumption(partition=partition, tasks=tuple(list_of_names("task_names", task_names))))
+    tasks = tuple(list_of_names("task_names", task_names))
+    command = c.CheckConsumption(partition=name_of("partition_id", partition), tasks=tasks)
+    answer = yield Send(command)
     return bool(answer.result.consumed)
 
 
@@ -219,8 +221,8 @@ def why_blocked(
 ) -> Operation[c.Blocked]:
     """Explain why a claim would wait now."""
     command = c.WhyBlocked(
-        partition=partition,
-        task=task,
+        partition=name_of("partition_id", partition),
+        task=name_of("task_name", task),
         fields=tuple(list_of_names("required_fields", fields)),
         **convert_options(ClaimConditions, conditions),
     )

@@ -370,7 +370,7 @@ def _locate(
     `InvalidRequestError` for no fields."""
     if not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
-    samples = samples_of(names, ids)
+    samples = samples_of(names, partition, ids)
     locate = c.Locate(partition=partition, samples=samples, fields=tuple(select_fields), missing_ok=missing_ok)
     return (yield from send_for_samples(ids, locate))
 

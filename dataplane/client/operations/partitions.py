@@ -17,7 +17,7 @@ from dataplane.client.operations.sample_names import (
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
 from dataplane.data.columns import declared_specs
-from dataplane.data.meta import KVBatchMeta, list_of_names
+from dataplane.data.meta import KVBatchMeta, list_of_names, name_of
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 
@@ -39,7 +39,7 @@ def register(
 ) -> Operation[None]:
     """Declare a partition and forget its cached schema."""
     command = c.Register(
-        partition=partition,
+        partition=name_of("partition_id", partition),
         fields=declared_specs(fields),
         num_samples=num_samples,
         tasks=tuple(list_of_names("consumer_tasks", consumer_tasks)),
@@ -72,15 +72,16 @@ def _when_full(policy: str) -> c.WhenFull:
 
 def list_samples(session_state: SessionState, partition: str) -> Operation[KVBatchMeta]:
     """Return every live sample of the partition, oldest first."""
-    listed = yield Send(c.List(partition=partition))
+    listed = yield Send(c.List(partition=name_of("partition_id", partition)))
     return meta_of(listed.result, partition)
 
 
 def clear(session_state: SessionState, names: Names | None, partition: str) -> Operation[None]:
     """Delete samples, or the partition with its schema."""
     if names is None:
-        session_state.schemas.forget(partition)
-    yield Send(c.Clear(partition=partition, samples=None if names is None else samples_of(names)))
+        session_state.schemas.forget(name_of("partition_id", partition))
+    samples = None if names is None else samples_of(names, partition)
+    yield Send(c.Clear(partition=partition, samples=samples))
 
 
 def set_tags(
@@ -88,9 +89,9 @@ def set_tags(
 ) -> Operation[None]:
     """Merge tags, one mapping per sample, into those of live samples, atomically."""
     ids = ids_of(names)
-    yield from send_for_samples(
-        ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
-    )
+    samples = samples_of(names, partition, ids)
+    command = c.SetTags(partition=partition, samples=samples, tags=tag_columns(tags, len(ids)))
+    yield from send_for_samples(ids, command)
 
 
 def stats(session_state: SessionState) -> Operation[c.StatsReport]:
@@ -105,12 +106,15 @@ def ask(session_state: SessionState, command: c.Answered[R]) -> Operation[R]:
 
 def matrix(session_state: SessionState, partition: str, columns: int) -> Operation[c.Matrix]:
     """Return production and consumption of a partition."""
-    return (yield from ask(session_state, c.Inspect(partition=partition, columns=columns)))
+    command = c.Inspect(partition=name_of("partition_id", partition), columns=columns)
+    return (yield from ask(session_state, command))
 
 
 def show_sample(session_state: SessionState, sample: str, partition: str | None) -> Operation[c.Shown]:
     """Return all facts about one sample, from the first partition that contains it if none is named."""
-    return (yield from ask(session_state, c.Show(partition=partition or "", samples=samples_of([sample]))))
+    named = "" if partition is None else name_of("partition_id", partition)
+    samples = c.Samples(ids=(name_of("sample_id", sample),))
+    return (yield from ask(session_state, c.Show(partition=named, samples=samples)))
 
 
 def memory_map(session_state: SessionState, unit: int, cells: int) -> Operation[c.MemoryMap]:

@@ -35,7 +35,7 @@ from dataplane.core.failpoints import failpoint
 from dataplane.core.schema import EVICTED_SAMPLES, INPUT_LENGTHS
 from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, name_of
 from dataplane.errors import (
     CapacityTimeoutError,
     InvalidRequestError,
@@ -88,6 +88,7 @@ def _put(
     mode: str,
 ) -> Operation[KVBatchMeta]:
     """Execute `put` the general way."""
+    name_of("partition_id", partition)
     ids = ids_of(names)
     tag_values = tag_columns(tags, len(ids))
     stored = put_rows(session_state, names, ids, partition, fields, tag_values, mode)
@@ -132,7 +133,13 @@ def put_rows(
     that rows are stored alike in any form, returns the step that does so; it is sent again if the
     schema has lost them. Without it, undeclared field names are logged. listed: as in `Commit`.
     """
-    commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
+    commit = c.Commit(
+        partition=partition,
+        samples=samples_of(names, partition, ids),
+        mode=_mode(mode),
+        tags=tags,
+        listed=listed,
+    )
     if fields is not None:
         require_fields(fields)
     if fields is None or not len(fields.keys()):  # a put of tags, or only of the samples

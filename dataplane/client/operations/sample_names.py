@@ -12,7 +12,7 @@ import numpy as np
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.core.types import INT64_MAX, INT64_MIN, Scalar
-from dataplane.data.meta import KVBatchMeta, list_of_names
+from dataplane.data.meta import KVBatchMeta, list_of_names, name_of
 from dataplane.errors import InvalidRequestError, StaleSampleError, UnsupportedValueError, first_few
 from dataplane.ledger import commands as c
 
@@ -41,11 +41,22 @@ def ids_of(names: Names) -> list[str]:
     return ids
 
 
-def samples_of(names: Names, ids: Sequence[str] | None = None) -> c.Samples:
-    """Convert `names` for the ledger: row handles if a meta has them, else ids (`ids`: the result of `ids_of`)."""
-    if isinstance(names, KVBatchMeta) and names.handles is not None:
-        rows, generations = names.handles
-        return c.Samples(rows=rows, generations=generations)
+def samples_of(names: Names, partition: str, ids: Sequence[str] | None = None) -> c.Samples:
+    """Convert `names` for the ledger: row handles if a meta has them, else ids (`ids`: the result
+    of `ids_of`).
+
+    Raise `UnsupportedValueError` (a TypeError) unless `partition` is a string, and
+    `InvalidRequestError` (a ValueError) for a meta of another partition."""
+    name_of("partition_id", partition)
+    if isinstance(names, KVBatchMeta):
+        if names.partition_id != partition:
+            raise InvalidRequestError(
+                f"the meta has samples of partition {names.partition_id!r}, and the call names "
+                f"partition {partition!r}: pass the meta's partition, or ids of samples"
+            )
+        if names.handles is not None:
+            rows, generations = names.handles
+            return c.Samples(rows=rows, generations=generations)
     return c.Samples(ids=tuple(ids_of(names) if ids is None else ids))
 
 

@@ -103,6 +103,8 @@ def prepare(session_state: SessionState, names: Any, partition: str, select_fiel
             return None
     elif type(names) is not KVBatchMeta or not 0 < len(names) <= MAX_ROWS:
         return None
+    if type(names) is KVBatchMeta and names.partition_id != partition:
+        return None
     for name in select_fields:
         if type(name) is not str:
             return None

@@ -24,6 +24,7 @@ from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.performer import Performer, twins
 from dataplane.compat.transfer_queue.sampler import BaseSampler
 from dataplane.compat.transfer_queue.settings import attach_config, sampling_of, warn_once
+from dataplane.data.meta import list_of_names, name_of
 from dataplane.errors import (
     NotFoundError,
     PartitionNotFoundError,
@@ -112,6 +113,7 @@ class AsyncTransferQueueClient:
         """
         if data_fields is None:
             raise RefusedCallError("get_meta: data_fields is None; pass a list of names")
+        data_fields = list_of_names("data_fields", data_fields)
         if mode == "force_fetch":
             samples = yield from operations.list_samples(session_state, partition_id)
             return (
@@ -147,8 +149,8 @@ class AsyncTransferQueueClient:
         if count < 1:
             raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
         request = fetching.BatchRequest(
-            partition=partition_id,
-            task=task_name,
+            partition=name_of("partition_id", partition_id),
+            task=name_of("task_name", task_name),
             fields=tuple(data_fields),
             batch_size=count,
             config={
@@ -162,13 +164,13 @@ class AsyncTransferQueueClient:
     def _set_custom_meta(self, session_state: SessionState, metadata: BatchMeta) -> Operation[None]:
         """Merge the meta's `custom_meta` into the tags of its samples. An unknown partition is
         ignored."""
-        for chunk in metadata.chunk_by_partition():
+        for chunk in instance_of(BatchMeta, "metadata", metadata).chunk_by_partition():
             try:
                 # One partition: only one pair.
                 [(_, samples)] = yield from operations.resolve_samples(session_state, chunk)
                 command = c.SetTags(
                     partition=samples.partition_id,
-                    samples=samples_of(samples),
+                    samples=samples_of(samples, samples.partition_id),
                     tags=tag_columns(chunk.custom_meta, chunk.size),
                 )
                 yield from send_for_samples(samples.sample_ids, command)
@@ -207,7 +209,7 @@ class AsyncTransferQueueClient:
                 partition_id,
                 fields,
             )
-        elif not metadata:
+        elif not instance_of(BatchMeta, "metadata", metadata):
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
             columns.row_count(data)  # raises before anything is stored
@@ -218,6 +220,8 @@ class AsyncTransferQueueClient:
     def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
         """Return the meta's fields of its samples: tensor rows nested, scalars `[N]`, objects in a
         NonTensorStack. `StorageKeyNotFoundError` if a sample or field is missing."""
+        if metadata is not None:
+            instance_of(BatchMeta, "metadata", metadata)
         if not metadata or not metadata.field_names:
             log.warning("get_data: the meta has no samples or no fields; an empty TensorDict is returned")
             return TensorDict({}, batch_size=0)
@@ -233,7 +237,7 @@ class AsyncTransferQueueClient:
 
     def _clear_samples(self, session_state: SessionState, metadata: BatchMeta) -> Operation[None]:
         """Drop the samples of the meta. Samples that no longer exist are ignored."""
-        for chunk in metadata.chunk_by_partition():
+        for chunk in instance_of(BatchMeta, "metadata", metadata).chunk_by_partition():
             partition = chunk.partition_ids[0]
             try:
                 rows = chunk._rows
@@ -299,7 +303,10 @@ class AsyncTransferQueueClient:
         that of `data_fields`. (None, None) for an unknown partition or field, or without fields."""
         try:
             known = (yield Send(c.Describe(partition=partition_id))).result.fields
-            if not data_fields or any(name not in known for name in data_fields):
+            if not data_fields:
+                return None, None
+            data_fields = list_of_names("data_fields", data_fields)
+            if any(name not in known for name in data_fields):
                 return None, None
             requested = set(data_fields)
             fields = [name for name in known if name in requested]
@@ -516,6 +523,13 @@ def key_list(keys: Any) -> list[str]:
     """Return one key or a list of keys as a list. TypeError for other types, ValueError for an
     empty list."""
     return _list_of(str, "keys", keys)
+
+
+def instance_of(kind: type[E], what: str, value: Any) -> E:
+    """Return the value of the argument `what`. TypeError unless it is of this type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}: expected a {kind.__name__}, got {type(value).__name__}")
+    return value
 
 
 def _all_are(kind: type[Any], values: list[Any]) -> bool:

@@ -18,7 +18,13 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
 from torch import Tensor
 
 from dataplane.client.operations import sample_names
@@ -41,7 +47,10 @@ JAGGED_DIMENSIONS = 2
 
 
 def row_count(data: TensorDictBase) -> int:
-    """Return the number of rows. ValueError if the batch has no dimension of rows."""
+    """Return the number of rows. ValueError if the batch has no dimension of rows, TypeError if it
+    is not a TensorDict."""
+    if not is_tensor_collection(data):
+        raise TypeError(f"data: expected a TensorDict, got {type(data).__name__}")
     if not data.batch_size:
         raise ValueError("the TensorDict has batch_size=[]: its first dimension must be the number of rows")
     return int(data.batch_size[0])
@@ -164,6 +173,8 @@ def apply_parser(
     TypeError if it does not return a dict, ValueError if it adds, removes or resizes fields."""
     if parse is None:
         return fields
+    if not callable(parse):
+        raise TypeError(f"data_parser: expected a function, got {type(parse).__name__}")
     given: dict[str, Any] = {str(name): _to_parser_value(value) for name, value in fields.items()}
     expected = {name: len(value) for name, value in given.items()}  # before the call, which can change `given`
     returned = parse(given)
@@ -309,7 +320,8 @@ ENCODED = "\x1fobject:"
 def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
     """Encode the tags of `count` samples for the service. None instead of a mapping means no tags.
     `UnsupportedValueError` for values that an object column cannot store."""
-    return sample_names.tag_columns(None if tags is None else [mapping or {} for mapping in tags], count, _to_scalar)
+    given = None if tags is None else [{} if mapping is None else mapping for mapping in tags]
+    return sample_names.tag_columns(given, count, _to_scalar)
 
 
 def _to_scalar(name: str, row: int, value: Any) -> Any:

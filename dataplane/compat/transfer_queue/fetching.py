@@ -190,7 +190,8 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
                 continue  # another claim took one of them first
             meta = BatchMeta(list(given), [request.partition] * len(given))
             [(_, native_meta)] = yield from resolve_samples(session_state, meta)  # one pair per partition
-            return (yield from _meta_of(session_state, request, samples_of(native_meta)))
+            found = samples_of(native_meta, request.partition)
+            return (yield from _meta_of(session_state, request, found))
         if sampling.polling:
             return BatchMeta.empty()
         # The sampler chose none of these: wait until more are ready.

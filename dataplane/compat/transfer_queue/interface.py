@@ -17,12 +17,13 @@ from torch import Tensor
 from dataplane.client.operations.steps import Operation
 from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns, fetching, operations
-from dataplane.compat.transfer_queue.client import TransferQueueClient, key_list
+from dataplane.compat.transfer_queue.client import TransferQueueClient, instance_of, key_list
 from dataplane.compat.transfer_queue.columns import Parser, tags_of
 from dataplane.compat.transfer_queue.metadata import KVBatchMeta
 from dataplane.compat.transfer_queue.performer import describe, twins
 from dataplane.compat.transfer_queue.session import current_client, get_client
 from dataplane.core.private_dir import MODE, private
+from dataplane.data.meta import list_of_names, name_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +56,10 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
 
 
 def _field_list(fields: list[str] | str | None) -> list[str] | None:
-    return [fields] if isinstance(fields, str) else fields
+    """Return the fields of the argument `select_fields` as a list. None stays None."""
+    if fields is None:
+        return None
+    return [fields] if isinstance(fields, str) else list_of_names("select_fields", fields)
 
 
 def _kv_put(
@@ -77,7 +81,7 @@ def _kv_put(
     """
     rows = _one_row(fields, tag)
     tags = None if tag is None else [tag]
-    return _put(session_state, [key], partition_id, rows, tags, data_parser)
+    return _put(session_state, [name_of("key", key)], partition_id, rows, tags, data_parser)
 
 
 def _kv_batch_put(
@@ -98,6 +102,10 @@ def _kv_batch_put(
     key_list(keys)  # for its check only
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
+    if fields is not None and not isinstance(fields, Mapping | TensorDictBase):
+        raise TypeError(f"fields: expected a TensorDict or a mapping, got {type(fields).__name__}")
+    if tags is not None and not isinstance(tags, Sequence):
+        raise TypeError(f"tags: expected a list of mappings, got {type(tags).__name__}")
     # The put checks the rows of other mappings.
     if isinstance(fields, TensorDictBase) and columns.row_count(fields) != len(keys):
         raise ValueError(
@@ -162,7 +170,7 @@ def _kv_batch_get_by_meta(
 ) -> Operation[TensorDict]:
     """Call `kv_batch_get` for the meta's keys. `select_fields` defaults to the meta's fields.
     ValueError if it names other fields, and for a meta without a partition."""
-    partition = meta.partition_id
+    partition = instance_of(KVBatchMeta, "meta", meta).partition_id
     if partition is None:
         raise ValueError("kv_batch_get_by_meta: the meta has no partition_id; set it to the partition of its keys")
     chosen = _field_list(select_fields)
@@ -240,7 +248,7 @@ def save_from(
     metadata: Mapping[str, Any] | None,
 ) -> None:
     """Implement `save_checkpoint` for this client."""
-    target = Path(directory).absolute()
+    target = _path(directory)
     new = _sibling(target, "tmp")
     old = _sibling(target, "old")
     shutil.rmtree(new, ignore_errors=True)
@@ -278,7 +286,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 def load_into(client: TransferQueueClient, directory: str | Path) -> None:
     """Implement `load_checkpoint` for this client."""
-    source = Path(directory).absolute()
+    source = _path(directory)
     old = _sibling(source, "old")
     if not source.exists() and old.exists():  # a save ended between its two renames; see `save_from`
         log.warning("a save to %s was interrupted: the previous checkpoint is loaded", source)
@@ -293,6 +301,13 @@ def load_into(client: TransferQueueClient, directory: str | Path) -> None:
             client.clear_partition(name)
     for name in restored:  # `clear_partition` has deleted the draws of the others
         client._performer.do(fetching.forget_draws, name)
+
+
+def _path(directory: str | Path) -> Path:
+    """Return the absolute path. TypeError for another type than a path."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"checkpoint_dir: expected a path, got {type(directory).__name__}")
+    return Path(directory).absolute()
 
 
 def _sibling(path: Path, suffix: str) -> Path:

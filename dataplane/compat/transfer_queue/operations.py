@@ -23,6 +23,7 @@ from dataplane.compat.transfer_queue.columns import tag_columns, tags_of
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.data.meta import KVBatchMeta as NativeMeta
+from dataplane.data.meta import name_of
 from dataplane.errors import (
     FieldNotFoundError,
     FieldNotProducedError,
@@ -111,7 +112,8 @@ def locate_fields(
 
 def list_samples(session_state: SessionState, partition: str, samples: c.Samples | None = None) -> Operation[c.Listed]:
     """List all samples, oldest first, or these samples."""
-    return (yield Send(c.List(partition=partition, samples=samples))).result  # type: ignore[no-any-return]
+    listed = yield Send(c.List(partition=name_of("partition_id", partition), samples=samples))
+    return listed.result  # type: ignore[no-any-return]
 
 
 def resolve_samples(session_state: SessionState, meta: BatchMeta) -> Operation[list[tuple[list[int], NativeMeta]]]:
@@ -171,7 +173,8 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
 def clear_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[None]:
     """Drop the samples of these keys. Unknown keys are ignored, as is an unknown partition."""
     try:
-        yield Send(c.Clear(partition=partition, samples=c.Samples(ids=tuple(keys))))
+        samples = c.Samples(ids=tuple(keys))
+        yield Send(c.Clear(partition=name_of("partition_id", partition), samples=samples))
     except PartitionNotFoundError:
         log.warning("partition %r was not found; no keys were cleared", partition)
 
@@ -199,6 +202,7 @@ def put(
         stored = yield from store_short(session_state, short)
         if stored is not None:
             return stored
+    name_of("partition_id", partition)
     encoded_tags = tag_columns(tags, len(names))
     ids = ids_of(names)
     encoded = None if fields is None else columns.to_columns(fields)
