@@ -31,9 +31,8 @@ class AsyncDataPlaneClient(AsyncCalls):
     Thousands of claims may wait concurrently without a thread each. Copies run in the loop's executor. Cancelling a
     call detaches its copy, which finishes in the background before its space is released.
 
-    Small puts (up to 64 KiB, into shared memory of this host) that coroutines begin at the same moment are stored with
-    one commit. Each of them succeeds or fails as if it had been alone. With `on_event`, every put has its
-    own commit.
+    Commands that coroutines send in one turn of the event loop share a message. Each of them
+    succeeds or fails as if it had been alone.
     """
 
     def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:
