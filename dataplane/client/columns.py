@@ -12,7 +12,7 @@ from dataplane.core.types import Scalar
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import PerToken
 from dataplane.data.jagged import as_lengths
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, require_meta
 from dataplane.errors import InvalidRequestError
 
 
@@ -79,7 +79,7 @@ def write_columns(
     stored uncut, and so are all fields if the sequence lengths are unknown. Return the meta of the put. Raise the
     errors of `client.put_samples`.
     """
-    if meta.sequence_lengths is not None:
+    if require_meta(meta).sequence_lengths is not None:
         fields = PerToken.of(fields, meta.sequence_lengths, token_aligned_fields)
     return client.put_samples(meta, meta.partition_id, fields=fields, mode="update")
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+from dataplane.core.arguments import whole_number
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.jagged import (
     checked_width,
@@ -104,7 +105,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def slice(self, start: int, end: int) -> BatchedDataDict[Any]:
         """Return rows [start, end), as views where the column allows. ValueError unless 0 <= start <= end <= N."""
-        if not 0 <= start <= end <= self.size:
+        start = whole_number("slice: start", start, 0)
+        end = whole_number("slice: end", end, 0)
+        if not start <= end <= self.size:
             raise InvalidRequestError(
                 f"slice({start}, {end}): expected 0 <= start <= end <= {self.size}, the number of rows"
             )
@@ -113,7 +116,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict[Any]:
         """Return part `rank` of `chunks` equal contiguous parts. ValueError if `chunks` does not divide N."""
         size = self.size
-        if chunks < 1 or size % chunks:
+        if size % whole_number("chunks", chunks, 1):
             raise InvalidRequestError(f"{size} rows cannot be split evenly into {chunks} chunks")
         if not 0 <= rank < chunks:
             raise InvalidRequestError(
@@ -127,8 +130,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         micro-batches, and ignore `batch_size`."""
         counts = self.elem_counts_per_gb  # rows of each batch
         if counts is None:
-            if batch_size is None or batch_size < 1:
-                raise InvalidRequestError(f"batch_size={batch_size}: expected 1 or more")
+            batch_size = whole_number("batch_size", batch_size, 1)
             counts = [min(batch_size, self.size - start) for start in range(0, self.size, batch_size)]
         if not 0 <= batch_idx < len(counts):
             raise InvalidRequestError(
@@ -162,9 +164,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict[Any]:
         """Repeat every row `num_repeats` times, adjacent to each other. Objects are repeated by reference."""
-        if num_repeats < 0:
-            raise InvalidRequestError(f"num_repeats={num_repeats}: expected 0 or more")
-        return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
+        repeats = whole_number("num_repeats", num_repeats, 0)
+        return self.select_indices(torch.arange(self.size).repeat_interleave(repeats))
 
     # --- shards and micro-batches ---
 
@@ -212,7 +213,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict[Any]]:
         """Iterate over micro-batches of `microbatch_size` rows, in order. Raises ValueError if N is not a multiple."""
         size = self.size
-        if microbatch_size < 1 or size % microbatch_size:
+        if size % whole_number("microbatch_size", microbatch_size, 1):
             expected = f"a number by which the {size} rows of this batch can be divided"
             raise InvalidRequestError(f"microbatch_size={microbatch_size}: expected {expected}")
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))

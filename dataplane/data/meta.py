@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.core.arguments import whole_number
 from dataplane.core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PACKING_KEYS
 from dataplane.core.types import Scalar
 from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_few
@@ -106,7 +107,7 @@ class KVBatchMeta:
             "sample_ids": ids,
             "fields": fields,
             "sequence_lengths": _check_lengths(self.sequence_lengths, len(ids)),
-            "extra_info": dict(self.extra_info or {}),
+            "extra_info": _check_info(self.extra_info),
             "tags": None if tags is None else [dict(tag) for tag in tags],
             "_rows": _check_handles(self._rows, len(ids)),
             "_generations": _check_handles(self._generations, len(ids)),
@@ -208,7 +209,9 @@ class KVBatchMeta:
 
     def slice(self, start: int, end: int) -> KVBatchMeta:
         """Return samples [start, end). Raises ValueError unless 0 <= start <= end <= N."""
-        if not 0 <= start <= end <= self.size:
+        start = whole_number("slice: start", start, 0)
+        end = whole_number("slice: end", end, 0)
+        if not start <= end <= self.size:
             raise InvalidRequestError(
                 f"slice({start}, {end}): expected 0 <= start <= end <= {self.size}, the number of samples"
             )
@@ -235,7 +238,7 @@ class KVBatchMeta:
         if isinstance(metas, KVBatchMeta):
             hint = "Pass a list of metas."
             raise UnsupportedValueError(field="argument metas", row=None, got="one KVBatchMeta", hint=hint)
-        given = list(metas)
+        given = [require_meta(meta, "metas") for meta in _iterable("metas", metas)]
         partitions = list(dict.fromkeys(meta.partition_id for meta in given))
         tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
         if not given:
@@ -351,9 +354,32 @@ def _no_names(what: str, row: int | None, got: Any, hint: str) -> UnsupportedVal
     return UnsupportedValueError(field=f"argument {what}", row=row, got=shown, hint=hint)
 
 
+def require_meta(meta: KVBatchMeta, what: str = "meta") -> KVBatchMeta:
+    """Return the argument `what`. Raises UnsupportedValueError unless it is a `KVBatchMeta`."""
+    if not isinstance(meta, KVBatchMeta):
+        hint = "Pass a KVBatchMeta, as put_samples, list_samples and claim_meta return it."
+        got = type(meta).__name__
+        raise UnsupportedValueError(field=f"argument {what}", row=None, got=got, hint=hint)
+    return meta
+
+
+def _check_info(info: Any) -> dict[str, Any]:
+    """Return a copy of the `extra_info` (None: {}). UnsupportedValueError for other types."""
+    if info is not None and not isinstance(info, Mapping):
+        raise _no_names("extra_info", None, info, "Pass a mapping.")
+    return dict(info or {})
+
+
+def _iterable(what: str, values: Iterable[_Value]) -> Iterable[_Value]:
+    """Return the argument `what`. UnsupportedValueError unless it can be iterated over."""
+    if not isinstance(values, Iterable):
+        raise _no_names(what, None, values, "Pass a list.")
+    return values
+
+
 def _one_per_sample(what: str, values: Iterable[Any], size: int) -> list[Any]:
     """Return the values as a list. InvalidRequestError unless there is one per sample."""
-    listed = list(values.tolist() if hasattr(values, "tolist") else values)
+    listed = list(values.tolist() if hasattr(values, "tolist") else _iterable(what, values))
     if len(listed) != size:
         raise InvalidRequestError(f"{what}: got {len(listed)} values for {size} samples; pass one per sample")
     return listed

@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from dataplane.client.client import DataPlaneClient
 from dataplane.client.operations.claim import ClaimOptions, convert_options
 from dataplane.core import devices
+from dataplane.core.arguments import whole_number
 from dataplane.core.durations import as_timeout
 from dataplane.core.failpoints import failpoint
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
 from dataplane.data.columns import use_on_current_stream
-from dataplane.data.meta import KVBatchMeta, list_of_names
+from dataplane.data.meta import KVBatchMeta, list_of_names, name_of
 from dataplane.errors import (
     CallTimeoutError,
     ClaimTimeoutError,
@@ -123,10 +124,14 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     ) -> None:
         if num_workers:
             raise ValueError(f"num_workers={num_workers}: expected 0; use prefetch to read in a thread")
-        if batch_size < 1 or prefetch < 0 or pad_to_multiple < 1:
-            raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected >= 1, >= 0 and >= 1")
+        batch_size = whole_number("batch_size", batch_size, 1)
+        prefetch = whole_number("prefetch", prefetch, 0)
+        pad_to_multiple = whole_number("pad_to_multiple", pad_to_multiple, 1)
+        first_step = whole_number("first_step", first_step, 0)
         if (dp_world is not None) != (dp_rank is not None):
             raise ValueError(f"{dp_rank=}, {dp_world=}: pass both or neither")
+        if dp_world is not None:
+            dp_world = whole_number("dp_world", dp_world, 1)
         timeout_s = as_timeout("timeout_s", timeout_s)
         lease_s = convert_options(ClaimOptions, options).get("lease_s")
         fields = tuple(list_of_names("fields", fields))
@@ -135,8 +140,8 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device if gpu is None else gpu)
         claims = _ClaimReader(
             client=client,
-            partition=partition_id,
-            task=task_name,
+            partition=name_of("partition_id", partition_id),
+            task=name_of("task_name", task_name),
             claim={
                 "required_fields": required,
                 "batch_size": batch_size * (dp_world or 1),

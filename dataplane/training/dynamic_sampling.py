@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dataplane.client.client import DataPlaneClient
+from dataplane.core.arguments import whole_number
 from dataplane.core.types import Scalar
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError, first_few
@@ -63,10 +64,8 @@ class DynamicSampler:
         group_tag: str = GROUP,
         least: float = 0.0,
     ) -> None:
-        if batch_size < 1:
-            raise InvalidRequestError(f"batch_size={batch_size}: expected at least 1")
         self._client = client
-        self._batch_size = batch_size
+        self._batch_size = whole_number("batch_size", batch_size, 1)
         self._reward_tag = reward_tag
         self._group_tag = group_tag
         self._least = least

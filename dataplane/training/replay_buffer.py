@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dataplane.client.client import DataPlaneClient
+from dataplane.core.arguments import whole_number
 from dataplane.core.durations import as_timeout
 from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.data.conditions import Where, conditions_of
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, list_of_names, name_of
 from dataplane.errors import CallTimeoutError, RolloutAbortedError, first_few
 from dataplane.training.staleness import TARGET_STEP, Flow, StalenessPolicy
 
@@ -80,13 +81,13 @@ class ReplayBuffer:
         required_fields: Sequence[str] = (),
         group_size: int | None = None,
     ) -> None:
-        if group_size is not None and policy.batch_size % group_size:
+        if group_size is not None and policy.batch_size % whole_number("group_size", group_size, 1):
             raise ValueError(f"batch_size={policy.batch_size}: must be a multiple of group_size={group_size}")
         self.policy = policy
         self._client = client
-        self._partition = partition_id
-        self._task = task_name
-        self._fields = list(required_fields)
+        self._partition = name_of("partition_id", partition_id)
+        self._task = name_of("task_name", task_name)
+        self._fields = list_of_names("required_fields", required_fields)
         self._group_size = group_size
         self._changed = threading.Condition()
         self._version = self._consumed = self._stored = 0  # see `Flow`
@@ -113,7 +114,7 @@ class ReplayBuffer:
         timeout_s = as_timeout("timeout_s", timeout_s)
         # What the policy admits at most, when nothing is consumed, stored or running: the samples of these steps.
         most = (self.policy.window + 1) * self.policy.batch_size
-        if not 1 <= count <= most or count % (self._group_size or 1):
+        if whole_number("count", count, 1) > most or count % (self._group_size or 1):
             groups = "" if self._group_size is None else f", in whole groups of {self._group_size}"
             raise ValueError(f"reserve({count}): expected 1 to {most} samples{groups}")
         with self._changed:

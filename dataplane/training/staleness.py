@@ -11,6 +11,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dataplane.core.arguments import whole_number
 from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.data.conditions import Where
 
@@ -36,12 +37,8 @@ class StalenessPolicy(abc.ABC):
     """
 
     def __init__(self, *, batch_size: int, window: int) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: expected at least 1")
-        if window < 0:
-            raise ValueError(f"window={window}: expected 0 or more versions")
-        self.batch_size = batch_size
-        self.window = window
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.window = whole_number("window", window, 0)
 
     def headroom(self, flow: Flow) -> int:
         """Return how many more samples producers may start. Samples started now are used by a step that starts at

@@ -96,6 +96,14 @@ def test_write_columns_narrower_than_the_longest_row() -> None:
     assert client.puts == []
 
 
+def test_what_is_no_meta_is_not_written() -> None:
+    client = FakeClient()
+    for wrong in (None, {}, ["s0"]):
+        with pytest.raises(TypeError, match=r"argument meta: .* Pass a KVBatchMeta"):
+            write_columns(client, wrong, {"prev_logprobs": PADDED})  # type: ignore[arg-type]
+    assert client.puts == []
+
+
 def test_kv_first_write() -> None:
     client = FakeClient()
     batch = BatchedDataDict(

@@ -251,8 +251,9 @@ def test_shards_that_cannot_be() -> None:
 def test_micro_batches_of_a_size() -> None:
     batch, rows = batch_of(), rows_of(batch_of())
     assert [rows_of(part) for part in batch.make_microbatch_iterator(2)] == [rows[:2], rows[2:]]
-    for size in (3, 0):
-        with pytest.raises(ValueError, match=f"microbatch_size={size}: expected a number by which the 4 rows"):
+    expected = {3: "a number by which the 4 rows", 0: "an integer of 1 or more"}
+    for size, told in expected.items():
+        with pytest.raises(ValueError, match=f"microbatch_size={size}: expected {told}"):
             batch.make_microbatch_iterator(size)
 
 

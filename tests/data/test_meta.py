@@ -100,6 +100,11 @@ def test_unknown_stays_unknown() -> None:
         ({"tags": [{}]}, ValueError, "tags: got 1 values for 3 samples"),
         ({"tags": [1, 2, 3]}, TypeError, "mapping per sample"),
         ({"sample_ids": "abc"}, ValueError, "not one string"),
+        ({"partition_id": 5}, TypeError, "argument partition_id: int 5"),
+        ({"task_name": ["t"]}, TypeError, "argument task_name: list"),
+        ({"tags": 5}, TypeError, "argument tags: int 5"),
+        ({"sequence_lengths": 5}, TypeError, "argument sequence_lengths: int 5"),
+        ({"extra_info": "x"}, TypeError, "argument extra_info: str 'x'"),
         ({"sample_ids": ["a", 1, "c"]}, TypeError, "row 1"),
         ({"fields": "abc"}, ValueError, "not one string"),
         ({"_rows": np.arange(3)}, ValueError, "consist of rows and generations"),
@@ -121,9 +126,14 @@ def test_rows_that_are_not_there() -> None:
         meta.subset([0.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="mask"):
         meta.subset([True, False])
-    for start, end in ((-1, 2), (2, 5), (3, 2)):
+    for start, end in ((-1, 2), (2, 5), (3, 2), (0, None), (1.0, 2)):
         with pytest.raises(ValueError, match="slice"):
-            meta.slice(start, end)
+            meta.slice(start, end)  # type: ignore[arg-type]
+    for wrong in (5, [5], [meta, {}]):
+        with pytest.raises(TypeError, match="argument metas: "):
+            KVBatchMeta.concat(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="argument tags: int 5"):
+        meta.stamp_tags(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'nobody'"):
         meta.drop(["s0", "nobody"])
     with pytest.raises(ValueError, match="not one string"):

@@ -338,13 +338,19 @@ def test_global_batches_are_split_each_and_the_inverse_restores_the_order(
         (7, 2, None, "7 rows cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
         (8, 2, 3, "8 rows are not a multiple of the global batch size 3: pass a multiple of 3 rows, or another"),
         (6, 2, 3, "3 rows of a global batch cannot be split evenly over 2 shards: pass a global batch size that is"),
-        (6, 0, None, "0 shards"),
-        (6, 2, 0, "batch_size=0: expected 1 or more"),
+        (6, 0, None, "dp_world=0: expected an integer of 1 or more"),
+        (6, 2, 0, "batch_size=0: expected an integer of 1 or more"),
     ],
 )
 def test_uneven_splits_name_both_numbers(size: int, dp_world: int, batch_size: int | None, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         shard_meta_for_dp(meta_of(size), dp_world=dp_world, batch_size=batch_size)
+
+
+def test_only_a_meta_is_split() -> None:
+    for wrong in (None, {"x": torch.zeros(2)}, "s0"):
+        with pytest.raises(TypeError, match=r"argument meta: .* Pass a KVBatchMeta"):
+            shard_meta_for_dp(wrong, dp_world=1)  # type: ignore[arg-type]
 
 
 def test_inverse_permutation() -> None:
@@ -643,7 +649,7 @@ def test_even_runs() -> None:
         ),
         ({"batch_size": 2.0}, "batch_size=2.0: expected an integer"),
         ({"batch_size": "2"}, "batch_size='2': expected an integer"),
-        ({"dp_world": 2.0}, "shards=2.0: expected an integer"),
+        ({"dp_world": 2.0}, "dp_world=2.0: expected an integer"),
         ({"sequence_packing_args": PACKED, "dp_world": 3}, "4 rows cannot be split evenly over 3"),
         ({"dynamic_batching_args": DYNAMIC, "batch_size": 3}, "not a multiple of the global batch size 3"),
     ],

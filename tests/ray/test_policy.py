@@ -226,8 +226,29 @@ def test_what_is_no_meta_is_told(policy: TQPolicy, given: Any) -> None:
         lambda: policy.write_to_dataplane(given, {}),
         lambda: policy.finish_step(given),
     ):
-        with pytest.raises(TypeError, match=f"expected a KVBatchMeta, got {type(given).__name__}: pass the result"):
+        message = f"argument meta: {type(given).__name__} is not .* Pass a KVBatchMeta"
+        with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_names_of_another_type_are_refused_by_name(policy: TQPolicy, batch: KVBatchMeta) -> None:
+    wrong: Any = ["train"]
+    group = policy.worker_group
+    meta: Any = batch
+    for argument, call in (
+        ("tq_partition_id: list", lambda: TQPolicy(group, dp_cfg={}, cfg={}, tq_partition_id=wrong)),
+        ("partition_id: list", lambda: policy.prepare_val_partition(2, partition_id=wrong)),
+        ("partition_id: list", lambda: policy.discard_samples(["s0"], wrong)),
+        ("sample_ids: KVBatchMeta", lambda: policy.discard_samples(meta, "train")),
+    ):
+        with pytest.raises(TypeError, match=f"argument {argument}.* is not supported here"):
+            call()
+    with pytest.raises(ValueError, match="sample_ids='s0': pass a list of names, not one string"):
+        policy.discard_samples("s0", "train")
+    with pytest.raises(ValueError, match="select_fields='reward': pass a list of names"):
+        policy.read_from_dataplane(batch, select_fields="reward")
+    with pytest.raises(TypeError, match="fields=5: pass a list of field names"):
+        policy.get_logprobs_from_meta(batch, fields=5)  # type: ignore[arg-type]
 
 
 BUDGETS = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 16}

@@ -251,6 +251,9 @@ def test_what_cannot_be_read_goes_back(client: DataPlaneClient, partition: str) 
         ({"prefetch": -1}, "prefetch=-1"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"pad_to_multiple": 0}, "pad_to_multiple=0"),
+        ({"batch_size": None}, "batch_size=None: expected an integer of 1 or more"),
+        ({"prefetch": 0.5}, "prefetch=0.5: expected an integer of 0 or more"),
+        ({"dp_world": "2", "dp_rank": 0}, "dp_world='2': expected an integer of 1 or more"),
         ({"dp_world": 2}, "pass both or neither"),
     ],
 )

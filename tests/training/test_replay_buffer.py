@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -333,6 +334,23 @@ def test_groups_stay_whole(client: DataPlaneClient, partition: str) -> None:
         buffer.reserve(3, 0.0)
     with pytest.raises(ValueError, match="must be a multiple of group_size="):
         buffer_of(client, partition, ReadyFirst(batch_size=BATCH, window=1), group_size=3)
+
+
+def test_arguments_of_another_type_are_named(client: DataPlaneClient, partition: str) -> None:
+    policy = ReadyFirst(batch_size=BATCH, window=1)
+    wrong: Any = "2"
+    with pytest.raises(ValueError, match="count='2': expected an integer of 1 or more"):
+        buffer_of(client, partition, policy).reserve(wrong)
+    with pytest.raises(ValueError, match="group_size='2': expected an integer of 1 or more"):
+        buffer_of(client, partition, policy, group_size=wrong)
+    with pytest.raises(ValueError, match="batch_size='2': expected an integer of 1 or more"):
+        ReadyFirst(batch_size=wrong, window=1)
+    with pytest.raises(ValueError, match="window='2': expected an integer of 0 or more"):
+        ReadyFirst(batch_size=BATCH, window=wrong)
+    with pytest.raises(TypeError, match="argument task_name: None"):
+        buffer_of(client, partition, policy, task_name=None)
+    with pytest.raises(ValueError, match="required_fields='x': pass a list of names"):
+        ReplayBuffer(client, partition, policy, required_fields="x")
 
 
 def test_a_saved_state_goes_on_where_it_was(client: DataPlaneClient, partition: str) -> None:

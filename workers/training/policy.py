@@ -4,7 +4,7 @@ fields that each stage reads, and the workers' results combined."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -34,6 +34,7 @@ from dataplane.core.schema import (
     TOKEN_MASK,
     round_up,
 )
+from dataplane.data.meta import list_of_names, name_of, require_meta
 from workers.groups.ray_worker_group import RayWorkerGroup
 from workers.groups.started_group import MultiWorkerFuture
 from workers.placement.sharding import DATA_PARALLEL_AXIS
@@ -139,7 +140,7 @@ class TQPolicy:
         self.worker_group = worker_group
         self.sharding_annotations = worker_group.sharding_annotations
         self.cfg = cfg
-        self.tq_partition_id = tq_partition_id
+        self.tq_partition_id = name_of("tq_partition_id", tq_partition_id)
         self._written: dict[str, list[str]] = {}  # by partition: fields written since `prepare_step`
         self._step_open = False  # whether workers have, or may have, an open train step
         self._step_failed: str | None = None  # the method that failed in the open step, which can then only be aborted
@@ -196,12 +197,12 @@ class TQPolicy:
     def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
         """Register a partition for a validation batch of `num_samples`: the step's columns, one task with the name of
         the partition, no groups. `finish_step` clears its samples, too."""
-        self._written.pop(partition_id, None)
+        self._written.pop(name_of("partition_id", partition_id), None)
         self.dp_client.register_partition(partition_id, list(STEP_FIELDS), num_samples, [partition_id])
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         """Clear exactly these samples. Unknown ids are ignored."""
-        self.dp_client.clear_samples(list(sample_ids), partition_id)
+        self.dp_client.clear_samples(list_of_names("sample_ids", sample_ids), partition_id)
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Clear the step's samples, but not newer samples with the same ids. The counterpart of `prepare_step`."""
@@ -240,7 +241,7 @@ class TQPolicy:
         return read_columns(
             self.dp_client,
             meta,
-            list(select_fields),
+            select_fields,
             pad_value_dict=pad_value_dict,
             pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
         )
@@ -542,16 +543,6 @@ def forward_fields(meta: KVBatchMeta, given: Sequence[str] | None, known: Collec
     return to_read
 
 
-def require_meta(meta: KVBatchMeta) -> KVBatchMeta:
-    """Return `meta`. TypeError if it is not a `KVBatchMeta`."""
-    if not isinstance(meta, KVBatchMeta):
-        raise TypeError(
-            f"expected a KVBatchMeta, got {type(meta).__name__}: pass the result of put_samples, list_samples or "
-            "claim_meta of the data plane's client"
-        )
-    return meta
-
-
 def require_fields(meta: KVBatchMeta) -> list[str]:
     """Return the fields that the meta names. ValueError if it names none."""
     fields = require_meta(meta).fields
@@ -563,7 +554,8 @@ def require_fields(meta: KVBatchMeta) -> list[str]:
 def field_names(argument: str, given: Sequence[str]) -> list[str]:
     """Return the field names in `given` without duplicates. TypeError, naming `argument`, for other
     values."""
-    if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    if not is_list or not all(isinstance(name, str) and name for name in given):
         raise TypeError(f"{argument}={given!r}: pass a list of field names")
     return list(dict.fromkeys(given))
 

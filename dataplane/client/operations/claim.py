@@ -20,8 +20,8 @@ from dataplane.client.session_state import SessionState
 from dataplane.core.durations import as_timeout, seconds, seconds_if_any
 from dataplane.core.schema import DROPPED_SAMPLES
 from dataplane.data.conditions import Where, conditions_of
-from dataplane.data.meta import KVBatchMeta, list_of_names, name_of
-from dataplane.errors import InvalidRequestError, UnsupportedValueError
+from dataplane.data.meta import KVBatchMeta, list_of_names, name_of, require_meta
+from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
@@ -177,14 +177,7 @@ def settle_claims(
     """Acknowledge, release or extend the claimed samples of `meta`: `make` is `Ack`, `Nack` or `Extend`, and `more` has
     further fields of this command. Return the ids of samples that were cleared in the meantime. Raise
     `InvalidRequestError` for a meta that has samples but no claim."""
-    if not isinstance(meta, KVBatchMeta):
-        raise UnsupportedValueError(
-            field="argument meta",
-            row=None,
-            got=type(meta).__name__,
-            hint="Pass the KVBatchMeta that claim_meta returned.",
-        )
-    if not meta.size:
+    if not require_meta(meta).size:
         return []
     if meta.task_name is None or meta.claims is None:
         raise InvalidRequestError(

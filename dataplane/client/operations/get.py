@@ -43,9 +43,9 @@ from dataplane.data.columns import (
     widened,
 )
 from dataplane.data.jagged import checked_width, not_per_token
-from dataplane.data.meta import KVBatchMeta, list_of_names
+from dataplane.data.meta import KVBatchMeta, list_of_names, require_meta
 from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
-from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
+from dataplane.errors import InvalidRequestError, StorageUnitError
 from dataplane.ledger import commands as c
 
 log = logging.getLogger(__name__)
@@ -316,11 +316,9 @@ def _decoding(session_state: SessionState) -> dict[str, Any]:
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
     """Return `select_fields`, or the fields of the meta if it is None. Raise ValueError if there are none,
     `UnsupportedValueError` if `meta` is not a KVBatchMeta, or `select_fields` no list of strings."""
-    if not isinstance(meta, KVBatchMeta):
-        raise UnsupportedValueError(
-            field="argument meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta."
-        )
-    fields = meta.fields if select_fields is None else tuple(list_of_names("select_fields", select_fields))
+    fields: Sequence[str] | None = require_meta(meta).fields
+    if select_fields is not None:
+        fields = tuple(list_of_names("select_fields", select_fields))
     if not fields:
         raise InvalidRequestError("no fields to read: select_fields and meta.fields are both empty; pass select_fields")
     return fields

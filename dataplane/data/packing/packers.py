@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataplane.core.arguments import whole_number
 from dataplane.core.types import ceil_div
 from dataplane.data.packing.bins import (
     Bins,
@@ -54,13 +55,11 @@ class SequencePacker(ABC):
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
     ) -> None:
-        if bin_capacity < 1:
-            raise InvalidRequestError(f"bin_capacity={bin_capacity}: expected 1 or more")
-        if min_bin_count is not None and min_bin_count < 0:
-            raise InvalidRequestError(f"min_bin_count={min_bin_count}: expected 0 or more")
-        if bin_count_multiple is not None and bin_count_multiple < 1:
-            raise InvalidRequestError(f"bin_count_multiple={bin_count_multiple}: expected 1 or more")
-        self.bin_capacity = bin_capacity
+        self.bin_capacity = whole_number("bin_capacity", bin_capacity, 1)
+        if min_bin_count is not None:
+            whole_number("min_bin_count", min_bin_count, 0)
+        if bin_count_multiple is not None:
+            whole_number("bin_count_multiple", bin_count_multiple, 1)
         self.collect_metrics = collect_metrics
         self.min_bin_count = min_bin_count
         self.bin_count_multiple = bin_count_multiple

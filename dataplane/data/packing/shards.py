@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from dataplane.core.arguments import whole_number
 from dataplane.core.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 from dataplane.core.types import ceil_div
-from dataplane.data.meta import KVBatchMeta
+from dataplane.data.meta import KVBatchMeta, require_meta
 from dataplane.data.packing.balance import pack_balanced
 from dataplane.data.packing.bins import Int64s
 from dataplane.data.packing.packers import PackingAlgorithm, SequencePacker, get_packer
@@ -56,9 +57,9 @@ def shard_meta_for_dp(
     a meta without required lengths.
     """
     plan = plan_shards(
-        meta.size,
+        require_meta(meta).size,
         lambda _: _lengths_of(meta),  # a meta has only these lengths, whatever the key
-        shards=dp_world,
+        shards=whole_number("dp_world", dp_world, 1),
         batch_size=batch_size,
         sequence_packing_args=sequence_packing_args,
         dynamic_batching_args=dynamic_batching_args,
@@ -188,14 +189,8 @@ class _Arguments:
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
     """Return the rows per global batch (without `batch_size`: all of them, perhaps 0). even: every shard must get the
     same number of rows. InvalidRequestError for numbers that are out of range or do not divide."""
-    for what, number in (("shards", shards), ("batch_size", batch_size)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
-            raise InvalidRequestError(f"{what}={number!r}: expected an integer")
-    if shards < 1:
-        raise InvalidRequestError(f"cannot split rows over {shards} shards: expected 1 or more")
-    per_batch = size if batch_size is None else batch_size
-    if per_batch < 1 and size:
-        raise InvalidRequestError(f"batch_size={per_batch}: expected 1 or more rows per global batch")
+    whole_number("shards", shards, 1)
+    per_batch = size if batch_size is None else whole_number("batch_size", batch_size, min(size, 1))
     if per_batch and size % per_batch:
         raise InvalidRequestError(
             f"{size} rows are not a multiple of the global batch size {per_batch}: pass a multiple of "
