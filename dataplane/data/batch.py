@@ -14,6 +14,7 @@ from torch import Tensor
 from dataplane.core.arguments import whole_number
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.jagged import (
+    checked_pads,
     checked_width,
     is_jagged,
     jagged_from_values,
@@ -63,7 +64,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Jagged tensors, lists and arrays are concatenated. Batches without rows are skipped. Raises KeyError for a key
         that only some batches have, ValueError for kinds, dtypes or other dimensions that differ.
         """
-        pads = pad_value_dict or {}
+        pads = checked_pads(pad_value_dict)
         # Without any rows, the first batch determines the columns.
         filled = [batch for batch in batches if _common_row_count(batch)] or list(batches[:1])
         names = list(filled[0]) if filled else []
@@ -326,8 +327,11 @@ def materialize(
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
     pad_to_seqlen = checked_width(pad_to_seqlen)
-    pads = pad_value_dict or {}
+    pads = checked_pads(pad_value_dict)
     batch: BatchedDataDict[Any] = BatchedDataDict()
+    if not hasattr(td, "items"):
+        got = type(td).__name__
+        raise InvalidRequestError(f"td: expected a TensorDict or a mapping, got {got}")
     columns: dict[str, Any] = dict(td.items())
     if layout == "padded":
         columns = {name: _as_jagged(name, value) for name, value in columns.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,8 +28,10 @@ def conditions_of(where: Where) -> tuple[Condition, ...]:
     """Parse `where` into (tag, operator, value) triples. Raises `InvalidRequestError` (a ValueError) if malformed."""
     if isinstance(where, str):
         return (parse_condition(where),)
-    if not isinstance(where, Iterable):
-        raise InvalidRequestError(f"where={where!r}: expected text such as 'reward > 0.5', or a list of conditions")
+    is_triple = isinstance(where, tuple) and len(where) == 3 and where[1] in OPERATORS
+    if is_triple or isinstance(where, Mapping) or not isinstance(where, Iterable):
+        expected = "expected text such as 'reward > 0.5', or a list of conditions"
+        raise InvalidRequestError(f"where={where!r}: {expected}, such as [('reward', '>', 0.5)]")
     return tuple(_check_condition(number, given) for number, given in enumerate(where))
 
 

@@ -368,6 +368,15 @@ def checked_width(pad_to_seqlen: Any) -> int:
     return width
 
 
+def checked_pads(pad_value_dict: Any) -> Mapping[str, Any]:
+    """Return the pad values by column (None: none). InvalidRequestError for another type."""
+    if pad_value_dict is not None and not isinstance(pad_value_dict, Mapping):
+        shown = reprlib.repr(pad_value_dict)
+        expected = "a mapping of column names to pad values, or None"
+        raise InvalidRequestError(f"pad_value_dict={shown}: expected {expected}")
+    return pad_value_dict or {}
+
+
 def padded_width(lengths: Int64s, width: int) -> int:
     """Return the width to pad rows of `lengths` to: `width`, or the longest row if `width` is 0. InvalidRequestError if
     `width` is negative, or too small for the longest row."""

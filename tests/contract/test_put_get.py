@@ -328,6 +328,9 @@ def test_get_batch_pads_what_is_not_per_token_to_its_own_longest_row(
         shapes = [tuple(batch[name].shape) for name in ("input_ids", "score", "image")]
         assert shapes == [(3, 6), (3, 6), (3, max(patches), 4)]
     assert client.get_batch(meta, ["image"], pad_to_seqlen=6)["image"].shape == (3, max(patches), 4)
+    for wrong in ([0], 0.5, "x"):
+        with pytest.raises(ValueError, match=r"pad_value_dict=.*: expected a mapping of"):
+            client.get_batch(meta, ["image"], pad_value_dict=wrong)  # type: ignore[arg-type]
 
 
 def test_a_declared_spec_decides(client: DataPlaneClient, partition: str) -> None:

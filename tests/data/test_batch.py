@@ -248,6 +248,15 @@ def test_shards_that_cannot_be() -> None:
             batch.shard_by_batch_size(2, sequence_packing_args={**PACKED, "input_lengths_key": key})
 
 
+@pytest.mark.parametrize("wrong", [[0], 0, "x"])
+def test_pad_values_that_are_no_mapping_are_refused_by_name(wrong: Any) -> None:
+    batch: Any = {"x": torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)}
+    with pytest.raises(ValueError, match=r"pad_value_dict=.*: expected a mapping of"):
+        materialize(batch, pad_value_dict=wrong)
+    with pytest.raises(ValueError, match=f"td: expected .*, got {type(wrong).__name__}"):
+        materialize(wrong)
+
+
 def test_micro_batches_of_a_size() -> None:
     batch, rows = batch_of(), rows_of(batch_of())
     assert [rows_of(part) for part in batch.make_microbatch_iterator(2)] == [rows[:2], rows[2:]]

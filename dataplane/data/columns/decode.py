@@ -36,7 +36,7 @@ from dataplane.core.row_copy import (
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.data.columns.row_source import RowSource
 from dataplane.data.columns.values import RaggedValues, Values, ragged_header_bytes, row_values
-from dataplane.data.jagged import jagged_from_values, pad_element, padded_width
+from dataplane.data.jagged import checked_pads, jagged_from_values, pad_element, padded_width
 from dataplane.data.object_codec import decode_object, object_array
 from dataplane.data.tensor_memory import (
     TORCH_DTYPES,
@@ -230,7 +230,7 @@ def decode_batch(
         return decode_columns(sources, empty=empty, copier=copier, pickles=pickles)
     if layout != "padded":
         raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
-    pads = pad_value_dict or {}
+    pads = checked_pads(pad_value_dict)
     offsets = SharedOffsets()
     copies = _Copies()
     columns: dict[str, Column] = {}

@@ -23,7 +23,14 @@ from dataplane.core.row_copy import CopyRuns, Int64s, Run, UInt8s, address, copy
 from dataplane.core.types import FieldKind
 from dataplane.data.columns.decode import Column, Empty, SharedOffsets, decode_batch
 from dataplane.data.columns.row_source import RowSource
-from dataplane.data.jagged import detached_values, is_jagged, jagged_from_values, pad_element, padded_width
+from dataplane.data.jagged import (
+    checked_pads,
+    detached_values,
+    is_jagged,
+    jagged_from_values,
+    pad_element,
+    padded_width,
+)
 from dataplane.data.tensor_memory import TORCH_DTYPES, fill, tensor_over
 from dataplane.errors import InvalidRequestError
 
@@ -52,7 +59,7 @@ def decode_on_device(
     if cuda_copy.copy_kernel() is None:
         tensors = {}
     rest = {name: source for name, source in sources.items() if name not in tensors}
-    pads = pad_value_dict or {}
+    pads = checked_pads(pad_value_dict)
     decoded = decode_batch(
         rest,
         layout=layout,
