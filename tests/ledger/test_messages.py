@@ -161,7 +161,7 @@ def test_malformed_parts_are_rejected() -> None:
 
 @pytest.mark.parametrize("numbers", [{"session": -1}, {"call_id": -1}, {"watermark": -1}, {"confirmed": (-1, 2)}])
 def test_numbers_of_calls_are_not_negative(numbers: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="Expected `int` >= 0"):
+    with pytest.raises(InvalidRequestError, match=r"Call: .*=-1: expected `int` >= 0"):
         decode_request(encode(call(c.Units(), **numbers)))
 
 

@@ -35,6 +35,7 @@ T = TypeVar("T")
 CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
 """The inputs that clients may send. All others come from storage units or from the service itself."""
 _AnyInput = functools.reduce(operator.or_, c.Input.__subclasses__())
+_FIELDS = {kind.__name__: kind.__struct_fields__ for kind in c.Input.__subclasses__()}
 
 
 def encode(value: c.Value, *before: int | str) -> bytes:
@@ -96,23 +97,31 @@ def _malformed(error: Exception, message: bytes | memoryview) -> InvalidRequestE
     """Return the error for a message that is not an input. error: the exception of the decoder."""
     release = "If the client is of another release, install that of the service"
     elsewhere = f"malformed request: {error}. {release}"
-    return InvalidRequestError(_in_command(str(error), message) or elsewhere)
+    return InvalidRequestError(_in_field(str(error), message) or elsewhere)
 
 
-def _in_command(error: str, message: bytes | memoryview) -> str:
-    """Describe a decoder's error with the command, the field and its value; "" unless it is inside a command."""
-    found = re.fullmatch(r"(.*) - at `\$\[4\]\.(?!type`)(.+)`", error, re.DOTALL)  # 4: the place of a call's command
+def _in_field(error: str, message: bytes | memoryview) -> str:
+    """Describe a decoder's error with the command or other input, the field and its value; ""
+    unless it is inside one of these."""
+    found = re.fullmatch(r"(.*) - at `\$\[([1-9])\](?!\.type`)\.?(.*)`", error, re.DOTALL)
     if found is None:
         return ""
-    why, path = found.groups()
+    why, position, path = found.groups()
     path = path.partition("[...]")[0]  # the decoder does not name the keys of mappings
     try:
-        command = value = msgspec.msgpack.decode(message)[4]
-        for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-            value = value[name] if name else value[int(index)]
+        item = msgspec.msgpack.decode(message)
+        name = item[0]
+        value = item[int(position)]
+        field = _FIELDS[name][int(position) - 1]
+        if field == "command":
+            name = value["type"]
+            field = ""
+        for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+            value = value[key] if key else value[int(index)]
     except (*MALFORMED, LookupError, TypeError):  # more than this part is malformed
         return ""
-    return f"{command['type']}: {path}={reprlib.repr(value)}: {why[0].lower()}{why[1:]}"
+    place = f" {field}{path}={reprlib.repr(value)}:" if field or path else ""
+    return f"{name}:{place} {why[0].lower()}{why[1:]}"
 
 
 def _plain(value: Any) -> Any:
