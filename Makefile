@@ -164,7 +164,8 @@ format: setup ## let ruff rewrite
 async-client: setup ## generate dataplane/client/async_calls.py, the calls of the async client, from client.py
 	@$(BIN)/python -m tests.client.async_calls
 
-proto: ## generate dataplane/protocol/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
+proto: setup ## generate proto/control.proto, and dataplane/protocol/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
+	@$(BIN)/python proto/generate.py
 	@test -x .venv-proto/bin/python || { $(PYTHON) -m venv .venv-proto && .venv-proto/bin/pip install -q $(PIP_ARGS) grpcio-tools==1.71.2; }
 	@.venv-proto/bin/python -m grpc_tools.protoc -I dataplane/protocol/pb=proto --python_out=. --grpc_python_out=. --pyi_out=. dataplane/protocol/pb/control.proto dataplane/protocol/pb/bulk.proto
 	@sha256sum proto/*.proto dataplane/protocol/pb/*_pb2*.py* > proto/SHA256SUMS

@@ -38,9 +38,18 @@ def assert_commands(channel: grpc.Channel) -> None:
     pb = importlib.import_module("dataplane.protocol.pb.control_pb2")
     control = importlib.import_module("dataplane.protocol.pb.control_pb2_grpc").ControlStub(channel)
     opening = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
-    session = control.OpenSession(opening, timeout=WAIT_S).session
+    session = control.OpenSession(opening, timeout=WAIT_S).opened.session
     header = pb.Header(session=session, call_id=1, watermark=1)
-    control.Register(pb.RegisterRequest(header=header, partition="p", tasks=["t"]), timeout=WAIT_S)
+    register = pb.RegisterRequest(
+        header=header,
+        partition="p",
+        fields={"x": pb.FieldSpec(kind="dense")},
+        tasks=["t"],
+    )
+    control.Register(register, timeout=WAIT_S)
+    header.call_id = 2
+    described = control.Describe(pb.DescribeRequest(header=header, partition="p"), timeout=WAIT_S)
+    assert (described.fields["x"].kind, list(described.tasks)) == ("dense", ["t"])
 
 
 def assert_serving(channel: grpc.Channel) -> None:

@@ -169,7 +169,7 @@ def test_calls_in_flight(address: str) -> None:
     opening = pb.OpenSessionRequest(nonce="n", host="h", name="n", protocol_version=PROTOCOL_VERSION)
     with grpc.insecure_channel(address) as there:
         control = control_pb2_grpc.ControlStub(there)  # type: ignore[no-untyped-call]
-        session = control.OpenSession(opening, timeout=WAIT_S).session
+        session = control.OpenSession(opening, timeout=WAIT_S).opened.session
         for call_id in range(1, 9):
             call = pb.UnitsRequest(header=pb.Header(session=session, call_id=call_id, watermark=1))
             assert len(control.Units(call, timeout=WAIT_S).units) == 1

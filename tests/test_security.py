@@ -170,7 +170,7 @@ def test_any_grpc_library_gets_in_with_a_certificate(services: dict[str, Server]
     files = {name: Path(path).read_bytes() for name, path in tls().items()}
     credentials = grpc.ssl_channel_credentials(files["tls_ca_file"], files["tls_key_file"], files["tls_cert_file"])
     with grpc.secure_channel(services["tls"].address, credentials) as channel:
-        assert asked(channel, "OpenSession", opening_message()).session > 0
+        assert asked(channel, "OpenSession", opening_message()).opened.session > 0
         shown = (("tq-nonce", secrets.token_hex(32)), ("tq-protocol-version", str(PROTOCOL_VERSION)))
         given = asked(channel, "GetKeys", pb.GetKeysRequest(), shown)
         assert len(given.curve_key) == 40

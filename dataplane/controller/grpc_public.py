@@ -101,7 +101,7 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
 
     async def keys(requests: Any, context: Context) -> AsyncIterator[Message]:
         try:
-            yield _keys_reply(facts, {key: str(value) for key, value in context.invocation_metadata() or ()})
+            yield _keys_reply(facts, context)
         except DataPlaneError as error:
             name, error_facts = to_wire(error)
             yield pb.Keys(error=pb.Error(name=name, facts=error_facts))
@@ -109,13 +109,12 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
     return unread(keys)
 
 
-def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
-    """Return the reply to GetKeys. metadata: the headers of the call. Raises `ProtocolVersionError` or
-    `InvalidRequestError` for unsuitable headers."""
-    version = metadata.get(VERSION_KEY, "1")  # a caller without the header counts as version 1
-    check_version(int(version) if version.isdecimal() else 0)  # no service has version 0
+def _keys_reply(facts: Facts, context: Context) -> pb.Keys:
+    """Return the reply to GetKeys. Raises `ProtocolVersionError` or `InvalidRequestError` for
+    unsuitable headers of the call."""
+    check_version(context)
     try:
-        nonce = bytes.fromhex(metadata.get(NONCE_KEY, ""))
+        nonce = bytes.fromhex(_header(context, NONCE_KEY, ""))
     except ValueError:  # not hex; rejected below
         nonce = b""
     if len(nonce) != NONCE_BYTES:
@@ -129,8 +128,16 @@ def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
     return answer
 
 
-def check_version(theirs: int) -> None:
-    """Raise `ProtocolVersionError` if the caller's protocol version differs."""
+def _header(context: Context, name: str, default: str) -> str:
+    """Return a header of the call."""
+    headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
+    return headers.get(name, default)
+
+
+def check_version(context: Context) -> None:
+    """Raise `ProtocolVersionError` if the call has a header of another protocol version."""
+    version = _header(context, VERSION_KEY, "1")  # a caller without the header counts as version 1
+    theirs = int(version) if version.isdecimal() else 0  # no service has version 0
     if theirs != PROTOCOL_VERSION:
         raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
 

@@ -32,8 +32,7 @@ from dataplane.errors import (
     ServiceUnavailableError,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec, unit_stream
-from dataplane.protocol.converters import message_type
+from dataplane.protocol import codec
 from dataplane.protocol.fd_limits import share
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import Secret
@@ -219,20 +218,9 @@ class _Service:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
-        # By method: the type of its request and the conversion to the ledger's input. The default arguments keep the
-        # value that the loop variable has now.
-        unary: dict[str, tuple[type[Message], Callable[[Any], c.Input]]] = {
-            name: (method.request, lambda wire, method=method: codec.call_from_pb(method, wire))  # type: ignore[misc]
-            for name, method in codec.METHODS.items()
-        }
-        for report in (c.OpenSession, c.DropUnit):
-            unary[report.__name__] = (
-                message_type(report),
-                lambda wire, report=report: codec.from_pb(report, wire),  # type: ignore[misc]
-            )
         methods = {
-            name: _unary_handler(self._unary_behavior(parse), request_type)
-            for name, (request_type, parse) in unary.items()
+            method.name: _unary_handler(self._answer, getattr(pb, method.input_type.name))
+            for method in pb.DESCRIPTOR.services_by_name["Control"].methods
         }
         methods["Heartbeat"] = _unary_handler(self._heartbeat, pb.HeartbeatRequest)
         methods["GetKeys"] = keys_handler(self._facts)
@@ -240,13 +228,9 @@ class _Service:
         methods["AttachUnit"] = _stream_handler(self._attach_unit, pb.UnitReport)
         return grpc.method_handlers_generic_handler(CONTROL, methods)
 
-    def _unary_behavior(self, parse: Callable[[Any], c.Input]) -> Callable[[Any, Context], Awaitable[Message]]:
-        """Return the behavior of a method whose requests `parse` converts to the ledger's inputs."""
-
-        async def answer(request: Any, context: Context) -> Message:
-            return message_of(await self._submit(parse(request)), self._facts)
-
-        return answer
+    async def _answer(self, request: Message, context: Context) -> Message:
+        """Answer a request that is an input of the ledger."""
+        return message_of(await self._submit(codec.from_pb(request)), self._facts)
 
     async def _submit(self, item: c.Input, orders: Orders | None = None) -> c.Output:
         """Submit `item` and return the output that answers it. orders: see `LedgerThread.submit`; only for AddUnit."""
@@ -272,7 +256,7 @@ class _Service:
             raise
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
-        self._ledger_thread.submit(codec.from_pb(c.Heartbeat, request))
+        self._ledger_thread.submit(codec.from_pb(request))
         return heartbeat_message(self._facts, self._ledger_thread.min_heartbeat_s)
 
     async def _keep_session(
@@ -282,12 +266,12 @@ class _Service:
         session = None
         try:
             async for request in requests:
-                beat: c.Heartbeat = codec.from_pb(c.Heartbeat, request)
+                beat = codec.from_pb(request)
                 if session is None:  # the first heartbeat; only this one gets a reply
-                    session = beat.session
+                    session = request.session
                     self._heartbeat_streams[session] += 1
                     yield heartbeat_message(self._facts, self._ledger_thread.min_heartbeat_s)
-                elif beat.session != session:
+                elif request.session != session:
                     await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
                 self._ledger_thread.submit(beat)
         finally:
@@ -310,13 +294,13 @@ class _Service:
         added = None
         self._unit_streams.add(orders)
         try:
-            added = await self._add_unit(requests, order)
-            yield unit_stream.order_to_pb(added)
+            added = await self._add_unit(requests, order, context)
+            yield codec.order_to_pb(added)
             reading = asyncio.create_task(self._read_reports(requests, added.unit, orders))
             while (item := await orders.get()) is not None:
                 if isinstance(item, DataPlaneError):
                     raise item
-                yield unit_stream.order_to_pb(item)
+                yield codec.order_to_pb(item)
         except DataPlaneError as error:
             if reading is not None:  # it reads the requests of this call, so it ends first
                 reading.cancel()
@@ -335,13 +319,18 @@ class _Service:
         for orders in self._unit_streams:
             orders.put_nowait(ServiceUnavailableError(address=self._facts.address, why="the service is stopping"))
 
-    async def _add_unit(self, requests: AsyncIterator[pb.UnitReport], order: Orders) -> c.UnitAdded:
+    async def _add_unit(
+        self,
+        requests: AsyncIterator[pb.UnitReport],
+        order: Orders,
+        context: Context,
+    ) -> c.UnitAdded:
         """Read the first report of a stream, which must be AddUnit, and register the unit. `order` gets its orders."""
         async for request in requests:
-            add = unit_stream.report_from_pb(request)
+            check_version(context)
+            add = codec.report_from_pb(request)
             if not isinstance(add, c.AddUnit):
                 raise InvalidRequestError("the first report of a storage unit must be AddUnit")
-            check_version(request.add.protocol_version)
             output = await self._submit(add, order)
             assert isinstance(output, c.UnitAdded)
             if output.error is not None:
@@ -359,7 +348,7 @@ class _Service:
         stream."""
         try:
             async for request in requests:
-                report = unit_stream.report_from_pb(request)
+                report = codec.report_from_pb(request)
                 if isinstance(report, c.AddUnit) or report.unit != unit:
                     got = "AddUnit" if isinstance(report, c.AddUnit) else f"a report of unit {report.unit}"
                     raise InvalidRequestError(

@@ -11,7 +11,6 @@ from dataplane.config import PUT_TIMEOUT_S
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
-from dataplane.protocol.pb import control_pb2 as pb
 
 Reply = Callable[[c.Output], None]
 """Callback for the single output that answers a request. Called in the ledger thread; must not block."""
@@ -71,9 +70,10 @@ def rejection_of(item: c.Input, error: DataPlaneError) -> c.Output | None:
     return None
 
 
-def value_of(output: c.Output) -> c.Value:
-    """Return the result in an output that answers a request: that of a call, or the output itself. Raises the error
-    that the output carries, `InternalError` for an output that answers no request."""
+def _value_of(output: c.Output, facts: Facts) -> c.Value:
+    """Return the reply in an output that answers a request: the result of a call, `Welcome` for
+    `Opened`, or the output itself. Raises the error that the output carries, `InternalError` for an
+    output that answers no request."""
     match output:
         case c.Answer():
             if isinstance(output.result, DataPlaneError):
@@ -82,20 +82,22 @@ def value_of(output: c.Output) -> c.Value:
         case c.Opened() | c.UnitAdded() | c.UnitDropped():
             if output.error is not None:
                 raise output.error
+            if isinstance(output, c.Opened):
+                return zmq_frames.Welcome(
+                    opened=output,
+                    endpoints=facts.endpoints,
+                    host=facts.host,
+                    heartbeat_s=facts.heartbeat_s,
+                    put_timeout_s=facts.put_timeout_s,
+                    durable=facts.durable,
+                )
             return output
     raise InternalError(what=f"{type(output).__name__} does not answer a request")
 
 
 def message_of(output: c.Output, facts: Facts) -> Message:
-    """Convert an output to its reply message on gRPC; that of `Opened` also gets facts. Raises as `value_of`."""
-    wire = codec.to_pb(value_of(output))
-    if isinstance(wire, pb.Opened):
-        wire.endpoints.extend(facts.endpoints)
-        wire.host = facts.host
-        wire.heartbeat_s = facts.heartbeat_s
-        wire.durable = facts.durable
-        wire.put_timeout_s = facts.put_timeout_s
-    return wire
+    """Return the reply to a request over gRPC. Raises the error that the output carries."""
+    return codec.to_pb(_value_of(output, facts))
 
 
 def frame_of(output: c.Output, facts: Facts) -> bytes:
@@ -103,21 +105,12 @@ def frame_of(output: c.Output, facts: Facts) -> bytes:
     the request failed or its result is too large."""
     call_id = output.call_id if type(output) is c.Answer else 0  # 0: of a request without an id
     try:
-        value = value_of(output)
-        if isinstance(value, c.Opened):
-            value = zmq_frames.Welcome(
-                opened=value,
-                endpoints=facts.endpoints,
-                host=facts.host,
-                heartbeat_s=facts.heartbeat_s,
-                put_timeout_s=facts.put_timeout_s,
-                durable=facts.durable,
-            )
-        return zmq_frames.answer(call_id, value)
+        return zmq_frames.answer(call_id, _value_of(output, facts))
     except DataPlaneError as error:
         return zmq_frames.refusal(call_id, error)
 
 
-def heartbeat_message(facts: Facts, min_heartbeat_s: float) -> pb.HeartbeatReply:
-    """Return the reply to a heartbeat over gRPC, as `zmq_frames.HeartbeatReply`."""
-    return pb.HeartbeatReply(epoch=facts.epoch, min_heartbeat_s=min_heartbeat_s)
+def heartbeat_message(facts: Facts, min_heartbeat_s: float) -> Message:
+    """Return the reply to a heartbeat over gRPC."""
+    reply = zmq_frames.HeartbeatReply(epoch=facts.epoch, min_heartbeat_s=min_heartbeat_s)
+    return codec.to_pb(reply)

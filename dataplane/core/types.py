@@ -63,7 +63,11 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 class FieldKind(enum.StrEnum):
-    """How the shapes of a field's rows relate (see docs/concepts/fields.md)."""
+    """How the shapes of a field's rows relate (see docs/concepts/fields.md).
+
+    DENSE: rows of one shape. JAGGED: rows that differ in their first dimension. RAGGED: rows of any
+    shape and one dtype. OBJECT: objects in msgpack.
+    """
 
     DENSE = "dense"
     JAGGED = "jagged"

@@ -156,7 +156,14 @@ def decode_reply(frame: bytes) -> Reply:
 
 
 class Welcome(c.Value, frozen=True, kw_only=True):
-    """The reply to an `OpenSession`: the ledger's output, and the facts of the service that a client needs."""
+    """The reply to an `OpenSession`: the ledger's output, and the facts of the service that a
+    client needs.
+
+    `endpoints` are ZMQ addresses for the session's commands, ipc before tcp; a host `*` stands for
+    the one that the client connected to. `host` is the boot id of the controller's host; only its
+    processes reach ipc endpoints. `heartbeat_s`: the interval at which the client sends heartbeats.
+    `put_timeout_s`: how long puts wait for space unless the client sets another time. `durable`:
+    the service keeps its sessions over a restart."""
 
     opened: c.Opened
     endpoints: tuple[str, ...]

@@ -12,11 +12,10 @@ from dataplane.core.addresses import split_address
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
-from dataplane.protocol import unit_stream
+from dataplane.protocol import codec
 from dataplane.protocol.grpc_status import from_status
-from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.pb import control_pb2_grpc
-from dataplane.protocol.server_keys import ConnectionKeys
+from dataplane.protocol.server_keys import VERSION_KEY, ConnectionKeys
 from dataplane.protocol.tls import channel_credentials, diagnose
 from dataplane.protocol.zmq_frames import MAX_MESSAGE_BYTES
 
@@ -44,16 +43,18 @@ class GrpcLink:
         self._address = address
         self._tls = tls
         self._channel = _channel(address, keys.address, tls)
-        metadata = (("authorization", f"Bearer {keys.ticket.code}"),) if keys.ticket else ()
+        metadata = [(VERSION_KEY, str(PROTOCOL_VERSION))]
+        if keys.ticket:
+            metadata.append(("authorization", f"Bearer {keys.ticket.code}"))
         stub = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._since = time.monotonic()
-        self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
+        self._call = stub.AttachUnit(map(codec.report_to_pb, reports), metadata=metadata)
 
     def orders(self) -> Iterator[c.Output]:
         """Yield `UnitAdded`, then orders, until the stream ends. Raises the error that ended the stream."""
         try:
             for wire in self._call:
-                yield unit_stream.order_from_pb(wire)
+                yield codec.order_from_pb(wire)
         except grpc.RpcError as error:
             waited_s = time.monotonic() - self._since
             reason: Exception = from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s)
@@ -78,12 +79,3 @@ def _channel(address: str, reached: str, tls: TlsFiles | None) -> grpc.Channel:
         expected_name = host
     override = (("grpc.ssl_target_name_override", expected_name),) if expected_name else ()
     return grpc.secure_channel(reached, channel_credentials(tls), options=(*OPTIONS, *override))
-
-
-def _messages(reports: Iterator[c.Input]) -> Iterator[pb.UnitReport]:
-    """Yield the protobuf messages of these reports. The registration also names the version of the protocol."""
-    for item in reports:
-        report = unit_stream.report_to_pb(item)
-        if isinstance(item, c.AddUnit):
-            report.add.protocol_version = PROTOCOL_VERSION
-        yield report

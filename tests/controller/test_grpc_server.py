@@ -20,12 +20,20 @@ from dataplane.controller import grpc_public, grpc_server, health
 from dataplane.controller.controller import Controller
 from dataplane.controller.grpc_standard import POOL
 from dataplane.core.types import PROTOCOL_VERSION
-from dataplane.errors import DataPlaneError, InvalidRequestError, PartitionNotFoundError, ServiceUnavailableError
+from dataplane.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    PartitionNotFoundError,
+    ProtocolVersionError,
+    ServiceUnavailableError,
+)
 from dataplane.ledger import commands as c
+from dataplane.protocol import codec
 from dataplane.protocol.grpc_status import DETAILS_KEY, from_status
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.pb import control_pb2_grpc
-from tests.controller.service import ScriptedLedger
+from dataplane.protocol.server_keys import VERSION_KEY
+from tests.controller.service import ScriptedLedger, add_unit
 
 pytestmark = pytest.mark.integration
 
@@ -71,15 +79,16 @@ def header(call_id: int) -> pb.Header:
 
 def test_a_session_over_grpc_alone(real: grpc.Channel) -> None:
     control = stub(real)
-    opened = control.OpenSession(OPEN, timeout=WAIT_S)
-    assert (opened.session, opened.nonce, opened.heartbeat_s) == (1, "n", 5.0)
-    assert opened.epoch > 0
-    assert [endpoint.partition("://")[0] for endpoint in opened.endpoints] == ["ipc", "tcp"]
-    assert control.OpenSession(OPEN, timeout=WAIT_S).session == 1
+    welcome = control.OpenSession(OPEN, timeout=WAIT_S)
+    assert (welcome.opened.session, welcome.opened.nonce, welcome.heartbeat_s) == (1, "n", 5.0)
+    assert welcome.opened.epoch > 0
+    assert [endpoint.partition("://")[0] for endpoint in welcome.endpoints] == ["ipc", "tcp"]
+    assert control.OpenSession(OPEN, timeout=WAIT_S).opened.session == 1
     control.Register(pb.RegisterRequest(header=header(1), partition="p", tasks=["t"]), timeout=WAIT_S)
     described = control.Describe(pb.DescribeRequest(header=header(2), partition="p"), timeout=WAIT_S)
     assert list(described.tasks) == ["t"]
-    assert control.Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S).epoch == opened.epoch
+    beat = control.Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S)
+    assert beat.epoch == welcome.opened.epoch
     control.Bye(pb.ByeRequest(header=header(3)), timeout=WAIT_S)
 
 
@@ -135,7 +144,7 @@ def test_the_token_is_checked_on_everything_but_health() -> None:
             next(control.AttachUnit(iter([]), timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         good = (("authorization", "Bearer secret"),)
-        assert control.OpenSession(OPEN, timeout=WAIT_S, metadata=good).session == 1
+        assert control.OpenSession(OPEN, timeout=WAIT_S, metadata=good).opened.session == 1
         assert healthy(channel, "tq.v1.Control")
 
 
@@ -301,6 +310,15 @@ def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel, method: s
         call(body, timeout=WAIT_S) if kind == "unary_unary" else list(call(iter([body]), timeout=WAIT_S))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "the request is not a" in refused.value.details()
+
+
+def test_a_storage_unit_of_another_release_is_refused(real: grpc.Channel) -> None:
+    reports = [codec.report_to_pb(add_unit())]
+    with pytest.raises(grpc.RpcError) as refused:
+        next(stub(real).AttachUnit(iter(reports), timeout=WAIT_S, metadata=((VERSION_KEY, "3"),)))
+    error = from_status(refused.value, address="a", what="AttachUnit", waited_s=0.0)
+    assert isinstance(error, ProtocolVersionError)
+    assert error.client_version == 3
 
 
 def test_a_refused_call_whose_caller_is_gone_leaves_no_traceback(

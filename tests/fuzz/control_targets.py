@@ -14,7 +14,7 @@ from dataplane.errors import ERROR_TYPES, DataPlaneError, InvalidRequestError, S
 from dataplane.ledger import Ledger, Limits
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
-from dataplane.protocol import unit_stream, zmq_frames
+from dataplane.protocol import codec, zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
 from tests.fuzz.target import Feed, FindingError, Target, piece
 from tests.ledger.driver import Driver
@@ -106,7 +106,7 @@ def _journalled(item: c.Input) -> None:
 def _answered(item: c.Input, output: c.Output) -> None:
     """What comes out becomes a message that the client, or the storage unit, reads."""
     if isinstance(output, c.FenceSession | c.GrowArena):
-        unit_stream.order_from_pb(unit_stream.order_to_pb(output))
+        codec.order_from_pb(codec.order_to_pb(output))
         return
     (reply,) = zmq_frames.Reply.parse([frame_of(output, FACTS)])
     error = getattr(output, "error", None)
@@ -159,7 +159,7 @@ def unit_reports(data: bytes) -> None:
     refused: Exception | None = None
     while feed:
         try:
-            item = unit_stream.report_from_pb(pb.UnitReport.FromString(feed.piece()))
+            item = codec.report_from_pb(pb.UnitReport.FromString(feed.piece()))
         except (DecodeError, InvalidRequestError) as error:
             refused = error
             continue
@@ -180,13 +180,13 @@ def report_seeds() -> list[bytes]:
         c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__} | {"unit": 1, "epoch": 2}),
         c.AddUnit(**{name: getattr(add, name) for name in add.__struct_fields__} | {"cookie": "new"}),
     ]
-    written = [piece(unit_stream.report_to_pb(item).SerializeToString()) for item in known]
+    written = [piece(codec.report_to_pb(item).SerializeToString()) for item in known]
     return [*written, b"".join(written)]
 
 
 def unit_orders(data: bytes) -> None:
     """What a storage unit makes of the controller's orders."""
-    unit_stream.order_from_pb(pb.UnitOrder.FromString(data))
+    codec.order_from_pb(pb.UnitOrder.FromString(data))
 
 
 def order_seeds() -> list[bytes]:
@@ -195,7 +195,7 @@ def order_seeds() -> list[bytes]:
         c.FenceSession(unit=1, session=2, lock_path="/x"),
         c.GrowArena(unit=1, backed_bytes=1 << 30),
     ]
-    return [unit_stream.order_to_pb(order).SerializeToString() for order in orders]
+    return [codec.order_to_pb(order).SerializeToString() for order in orders]
 
 
 # --- answers ------------------------------------------------------------------------------------------------------

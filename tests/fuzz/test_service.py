@@ -22,9 +22,10 @@ from dataplane.core.addresses import split_address
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
-from dataplane.protocol import codec, zmq_frames
+from dataplane.protocol import zmq_frames
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.pb import control_pb2
+from dataplane.protocol.server_keys import VERSION_KEY
 from tests.fuzz.control_targets import day
 from tests.fuzz.mutation import damage
 from tests.protocol.values import grpc_request
@@ -39,6 +40,8 @@ RAW_CONNECTIONS = 60
 GROWTH_BYTES = 96 * MIB
 """What a process of the service may keep of all that. Messages have some hundred bytes."""
 WAIT_MS = 60_000
+RELEASE = ((VERSION_KEY, str(PROTOCOL_VERSION)),)
+"""The metadata of a storage unit's stream."""
 TCP_BEGINNINGS = (
     b"",
     b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48),
@@ -203,7 +206,7 @@ def attack_grpc(service: Service, session: int) -> None:
     def identity(body: bytes) -> bytes:
         return body
 
-    names = [*codec.METHODS, "OpenSession", "Heartbeat", "DropUnit"]
+    names = [method.name for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods]
     chance = random.Random(5)
     with grpc.insecure_channel(service.address) as channel:
         for method, body in requests(session, GRPC_CALLS, encoded):
@@ -215,7 +218,7 @@ def attack_grpc(service: Service, session: int) -> None:
             name = ("KeepSession", "AttachUnit")[number % 2]
             stream = channel.stream_stream(f"/tq.v1.Control/{name}", identity, identity)
             with contextlib.suppress(grpc.RpcError):
-                list(stream(iter([chance.randbytes(number), b""]), timeout=0.5))
+                list(stream(iter([chance.randbytes(number), b""]), timeout=0.5, metadata=RELEASE))
 
 
 def attack_units(opened: c.Opened) -> None:

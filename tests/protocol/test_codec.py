@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from dataplane import errors as e
 from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.core.addresses import register_resolver, resolve
-from dataplane.core.types import FieldKind, FieldSpec, Scalar
+from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import AuthenticationError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
@@ -29,10 +31,9 @@ from dataplane.protocol import codec, zmq_frames
 from dataplane.protocol.grpc_status import DETAILS_KEY, from_status, to_status
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import Secret, Ticket
-from dataplane.protocol.unit_stream import order_from_pb, order_to_pb, report_from_pb, report_to_pb
 from dataplane.protocol.zmq_frames import MAX_JOINED
 from tests.profiles import budget
-from tests.protocol.values import grpc_request, of_type, plain
+from tests.protocol.values import from_message, grpc_request, of_type, plain
 
 # --- Every input, output and result survives the wire; what is malformed is refused by name.
 
@@ -40,170 +41,180 @@ from tests.protocol.values import grpc_request, of_type, plain
 FEW = budget(25)
 
 
-def tag(name: str, *values: Scalar) -> c.TagColumn:
-    return c.TagColumn(name=name, values=values)
-
-
 def leaves(base: type[c.Value]) -> set[type[c.Value]]:
     below = base.__subclasses__()
     return set().union(*map(leaves, below)) if below else {base}
 
 
-def test_the_tables_are_whole() -> None:
-    assert {method.command for method in codec.METHODS.values()} == leaves(c.Command) - set(c.SHORT)
-    assert {method.result for method in codec.METHODS.values()} == leaves(c.Result) - {c.RowsLocated}
-    assert {*codec.REPORTS, c.Call, c.Restarted} == leaves(c.Input)
-    assert {*codec.OUTPUTS, c.Answer, c.Notice} == leaves(c.Output)
+COMMANDS = sorted(leaves(c.Command) - set(c.SHORT), key=lambda each: each.__name__)
+RESULTS = sorted(leaves(c.Result) - {c.RowsLocated}, key=lambda each: each.__name__)
+SERVICE = pb.DESCRIPTOR.services_by_name["Control"]
+STREAMS = {"KeepSession", "AttachUnit"}
+REQUESTS = (c.OpenSession, c.Heartbeat, c.DropUnit)
+"""The inputs that have a method, but are no commands."""
+REPLIES = (c.Opened, c.UnitDropped, zmq_frames.Welcome, zmq_frames.HeartbeatReply)
+REPORTS = get_args(codec.Report)
+UNIT_ORDERS = (c.UnitAdded, *get_args(c.UnitOrder))
+by_name = functools.partial(plain, by_name=True)
 
 
 def test_every_method_of_the_service_is_a_command_or_report() -> None:
-    service = pb.DESCRIPTOR.services_by_name["Control"]
-    streams = {"KeepSession", "AttachUnit"}
-    reports = {"OpenSession", "Heartbeat", "DropUnit"}
-    assert {method.name for method in service.methods} == streams | reports | {"GetKeys"} | set(codec.METHODS)
-    for name, method in codec.METHODS.items():
-        rpc = service.methods_by_name[name]
-        assert rpc.input_type.full_name == method.request.DESCRIPTOR.full_name
-        assert rpc.output_type.name == method.result.__name__
+    names = {each.__name__ for each in (*COMMANDS, *REQUESTS)}
+    assert {method.name for method in SERVICE.methods} == STREAMS | {"GetKeys"} | names
+    results = set()
+    for command in COMMANDS:
+        rpc = SERVICE.methods_by_name[command.__name__]
+        assert issubclass(command, c.Answered)
+        assert rpc.input_type.name == f"{command.__name__}Request"
+        assert rpc.output_type.name == command.answer().__name__
+        results.add(command.answer())
+    assert results == set(RESULTS)
 
 
-@pytest.mark.parametrize(
-    "command", sorted(leaves(c.Command) - set(c.SHORT), key=lambda each: each.__name__), ids=lambda each: each.__name__
-)
+def test_every_report_and_order_has_its_place_on_a_units_stream() -> None:
+    for stream, kinds in ((pb.UnitReport, REPORTS), (pb.UnitOrder, UNIT_ORDERS)):
+        names = [field.message_type.name for field in stream.DESCRIPTOR.fields]
+        assert names == [kind.__name__ for kind in kinds]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.__name__)
 def test_commands_round_trip(command: type[c.Command]) -> None:
     @FEW
     @given(of_type(command), *[st.integers(0, (1 << 63) - 1)] * 3)
     def check(value: c.Command, session: int, call_id: int, watermark: int) -> None:
         call = c.Call(session=session, call_id=call_id, watermark=watermark, command=value)
-        assert plain(codec.call_from_pb(codec.METHODS[command.__name__], grpc_request(call))) == plain(call)
+        assert by_name(codec.from_pb(grpc_request(call))) == by_name(call)
 
     check()
 
 
-@pytest.mark.parametrize("report", codec.REPORTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("report", [*REQUESTS, *REPORTS], ids=lambda each: each.__name__)
 def test_reports_round_trip(report: type[c.Input]) -> None:
     @FEW
     @given(of_type(report))
     def check(value: c.Input) -> None:
-        assert plain(codec.from_pb(report, codec.to_pb(value))) == plain(value)
+        wire = grpc_request(value) if report in REQUESTS else codec.to_pb(value)
+        assert plain(codec.from_pb(wire)) == plain(value)
 
     check()
 
 
-@pytest.mark.parametrize("method", codec.METHODS.values(), ids=lambda each: each.name)
-def test_results_round_trip(method: codec.Method) -> None:
+@pytest.mark.parametrize("kind", [*RESULTS, *REPLIES, *UNIT_ORDERS], ids=lambda each: each.__name__)
+def test_results_round_trip(kind: type[c.Value]) -> None:
     @FEW
-    @given(of_type(method.result))
-    def check(value: c.Result) -> None:
-        assert plain(codec.from_pb(method.result, codec.to_pb(value))) == plain(value)
-
-    check()
-
-
-@pytest.mark.parametrize("output", codec.OUTPUTS, ids=lambda each: each.__name__)
-def test_outputs_round_trip(output: type[c.Output]) -> None:
-    @FEW
-    @given(of_type(output))
-    def check(value: c.Output) -> None:
-        assert plain(codec.from_pb(output, codec.to_pb(value))) == plain(value)
+    @given(of_type(kind))
+    def check(value: c.Value) -> None:
+        assert by_name(from_message(kind, codec.to_pb(value))) == by_name(value)
 
     check()
 
 
 def test_what_travels_on_a_units_stream() -> None:
     report = c.SessionGone(unit=3, session=4)
-    assert plain(report_from_pb(report_to_pb(report))) == plain(report)
+    assert plain(codec.report_from_pb(codec.report_to_pb(report))) == plain(report)
     order = c.GrowArena(unit=3, backed_bytes=1 << 40)
-    assert plain(order_from_pb(order_to_pb(order))) == plain(order)
-    with pytest.raises(InvalidRequestError, match="cannot report Tick"):
-        report_to_pb(c.Tick(now=1.0))
+    assert plain(codec.order_from_pb(codec.order_to_pb(order))) == plain(order)
+    with pytest.raises(InvalidRequestError, match="a UnitReport cannot have a Tick"):
+        codec.report_to_pb(c.Tick(now=1.0))
     with pytest.raises(InvalidRequestError, match="empty or unsupported report"):
-        report_from_pb(pb.UnitReport())
+        codec.report_from_pb(pb.UnitReport())
     with pytest.raises(InvalidRequestError, match="empty or unsupported order"):
-        order_from_pb(pb.UnitOrder())
+        codec.order_from_pb(pb.UnitOrder())
+
+
+IDS = pb.Samples(ids=pb.StringList(values=["a"]))
+FLAG = pb.Scalar(bool_value=True)
+
+
+def command_of(wire: Any) -> c.Command:
+    call = codec.from_pb(wire)
+    assert isinstance(call, c.Call)
+    return call.command
 
 
 def test_absent_optional_fields_take_the_documented_defaults() -> None:
-    claim = pb.ClaimRequest(partition="p", task="t", batch_size=2)
-    assert plain(codec.from_pb(c.Claim, claim)) == plain(c.Claim(partition="p", task="t", fields=(), batch_size=2))
-    allocate = codec.from_pb(c.Allocate, pb.AllocateRequest(partition="p"))
+    claim = command_of(pb.ClaimRequest(partition="p", task="t", batch_size=2))
+    assert plain(claim) == plain(c.Claim(partition="p", task="t", fields=(), batch_size=2))
+    allocate = command_of(pb.AllocateRequest(partition="p"))
     assert plain(allocate) == plain(c.Allocate(partition="p", columns=()))
-    commit = pb.CommitRequest(partition="p", samples=pb.Samples(ids=pb.TextList()))
-    assert plain(codec.from_pb(c.Commit, commit)) == plain(
-        c.Commit(partition="p", samples=c.Samples(ids=()), mode=c.Mode.UPSERT)
-    )
+    commit = command_of(pb.CommitRequest(samples=pb.Samples(ids=pb.StringList()), mode="upsert"))
+    expected = c.Commit(partition="", samples=c.Samples(ids=()), mode=c.Mode.UPSERT)
+    assert plain(commit) == plain(expected)
 
 
-ODD = b"\0" * 7
-IDS = pb.Samples(ids=pb.TextList(values=["a"]))
+def test_a_value_without_a_kind_is_none() -> None:
+    tags = [pb.TagColumn(name="x", values=[pb.Scalar()])]
+    command = command_of(pb.SetTagsRequest(samples=IDS, tags=tags))
+    assert isinstance(command, c.SetTags)
+    assert command.tags[0].values == (None,)
+
+
+def register(**spec: Any) -> pb.RegisterRequest:
+    return pb.RegisterRequest(fields={"f": pb.FieldSpec(**spec)})
+
 
 MALFORMED = {
-    "no samples": ("Commit", pb.CommitRequest(partition="p"), "Commit lacks the field samples"),
-    "samples by nothing": ("Locate", pb.LocateRequest(samples=pb.Samples()), "neither ids nor handles"),
+    "no samples": (
+        pb.CommitRequest(partition="p", mode="upsert"),
+        "Commit: samples=None: expected `object`, got `None`",
+    ),
+    "samples by nothing": (
+        pb.LocateRequest(samples=pb.Samples()),
+        "Locate: samples={}: name samples by ids, or by rows",
+    ),
     "odd array": (
-        "Locate",
-        pb.LocateRequest(samples=pb.Samples(handles=pb.Handles(rows=ODD))),
-        "8-byte values has 7 bytes",
+        pb.LocateRequest(samples=pb.Samples(rows=b"\0" * 7)),
+        r"Locate: samples.rows=b.*: buffer size must be a multiple of element size",
     ),
     "uneven handles": (
-        "Locate",
-        pb.LocateRequest(samples=pb.Samples(handles=pb.Handles(rows=b"\0" * 8))),
-        "rows and generations of equal length",
+        pb.LocateRequest(samples=pb.Samples(rows=b"\0" * 8)),
+        "Locate: samples=.*rows and generations of equal length",
     ),
-    "unknown enum": ("Commit", pb.CommitRequest(samples=IDS, mode=9), "unknown Mode 9"),  # type: ignore[arg-type]
+    "unknown enum": (
+        pb.CommitRequest(samples=IDS, mode="swap"),
+        "Commit: mode='swap': invalid enum value 'swap'",
+    ),
     "unknown kind": (
-        "Register",
-        pb.RegisterRequest(fields=[pb.NamedSpec(spec=pb.FieldSpec(kind=77))]),  # type: ignore[arg-type]
-        "unknown field kind 77",
+        register(kind="flat"),
+        "Register: fields={'f': {'kind': 'flat'}}: invalid enum value 'flat'",
     ),
-    "unknown dtype": (
-        "Register",
-        pb.RegisterRequest(fields=[pb.NamedSpec(spec=pb.FieldSpec(dtype="int3"))]),
-        "unknown dtype 'int3'",
-    ),
+    "unknown dtype": (register(dtype="int3"), "Register: fields=.*: unknown dtype 'int3'"),
     "negative shape": (
-        "Register",
-        pb.RegisterRequest(fields=[pb.NamedSpec(spec=pb.FieldSpec(inner=pb.Shape(sizes=[-1])))]),
-        "negative size",
-    ),
-    "tag without values": (
-        "SetTags",
-        pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(name="x")]),
-        "tag 'x' has no values",
+        register(inner=pb.Int64List(values=[-1])),
+        "Register: fields=.* has a negative size",
     ),
     "tag at other positions": (
-        "SetTags",
-        pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(name="x", positions=b"", booleans=b"\1")]),
-        "1 values for 0 positions",
+        pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(name="x", values=[FLAG], positions=b"")]),
+        r"SetTags: tags\[0\]={.*}: tag 'x' has 1 values for 0 positions",
     ),
-    "no operand": ("Claim", pb.ClaimRequest(where=[pb.Predicate(tag="x")]), "no value to compare"),
+    "no operand": (
+        pb.ClaimRequest(where=[pb.Predicate(tag="x")]),
+        r"Claim: where\[0\]={.*}: .* field `value`",
+    ),
+    "negative session": (
+        pb.SealRequest(header=pb.Header(session=-1)),
+        "Call: session=-1: expected `int` >= 0",
+    ),
+    "negative confirmation": (
+        pb.SealRequest(header=pb.Header(confirmed=[1, -2])),
+        r"Call: confirmed\[1\]=-2: expected `int` >= 0",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_requests_are_refused(case: tuple[str, Any, str]) -> None:
-    method, wire, why = case
+def test_malformed_requests_are_refused(case: tuple[Any, str]) -> None:
+    wire, why = case
     with pytest.raises(InvalidRequestError, match=why):
-        codec.call_from_pb(codec.METHODS[method], wire)
+        codec.from_pb(wire)
 
 
 def test_specs_with_a_kind_by_name_are_the_same_on_the_wire() -> None:
-    by_name = FieldSpec("jagged", "torch.int64", ())
-    assert plain(codec.from_pb(c.Described, codec.to_pb(described(by_name)))) == plain(described(by_name))
-    assert by_name.kind is FieldKind.JAGGED
-
-
-def described(spec: FieldSpec) -> c.Described:
-    return c.Described(
-        partition="p",
-        fields={"b": spec, "a": FieldSpec()},
-        strict=False,
-        tasks=(),
-        num_samples=None,
-        group_size=None,
-        sealed=False,
-        live=0,
-    )
+    by_text = FieldSpec("jagged", "torch.int64", ())
+    wire = codec.to_pb(c.SavedField(name="f", declared=by_text))
+    expected = c.SavedField(name="f", declared=by_text)
+    assert plain(from_message(c.SavedField, wire)) == plain(expected)
+    assert by_text.kind is FieldKind.JAGGED
 
 
 # --- Frames of the ZMQ server, the token check, and addresses.
@@ -420,16 +431,10 @@ def test_generating_again_changes_nothing(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_message_field_and_method_has_a_comment(name: str) -> None:
-    lines = (ROOT / "proto" / name).read_text(encoding="utf-8").splitlines()
-    bare = []
-    for before, line in itertools.pairwise(lines):
-        text = line.strip()
-        declares = text.endswith(("{", "{}", ";")) and not text.startswith(("//", "syntax", "package", "reserved"))
-        if declares and not before.strip().startswith("//"):
-            bare.append(text)
-    assert not bare
+def test_the_messages_are_those_of_the_structs() -> None:
+    source = (ROOT / "proto" / "control.proto").read_text(encoding="utf-8")
+    generated = runpy.run_path(str(ROOT / "proto" / "generate.py"))["generated"]
+    assert generated(source) == source, "run `make proto`"
 
 
 # --- The service runs beside each protobuf that pyproject.toml allows, and beside gRPC's own health

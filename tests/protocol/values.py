@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import typing
 from typing import Any
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec, Scalar
 from dataplane.ledger import commands as c
+from dataplane.ledger.encoding import messages
 from dataplane.protocol import codec
-from dataplane.protocol.converters import plan_of
+from dataplane.protocol.pb import control_pb2 as pb
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 TEXT = st.text(max_size=8)
@@ -96,24 +98,34 @@ def of_type(value_type: type[c.Value]) -> st.SearchStrategy[Any]:
     return st.builds(value_type, **parts)
 
 
-def plain(value: Any) -> Any:
-    """What `value` holds as things that compare with ==, types told apart."""
+def plain(value: Any, *, by_name: bool = False) -> Any:
+    """What `value` holds as things that compare with ==, types told apart. by_name: mappings in the
+    order of names, and not in their own."""
+    again = functools.partial(plain, by_name=by_name)
     if isinstance(value, msgspec.Struct):
-        parts = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        parts = {name: again(getattr(value, name)) for name in value.__struct_fields__}
         return type(value).__name__, tuple(parts.items())
     if isinstance(value, np.ndarray):
         return str(value.dtype), tuple(value.tolist())
     if isinstance(value, tuple):
-        return tuple(map(plain, value))
+        return tuple(map(again, value))
     if isinstance(value, dict):
-        return tuple((key, plain(item)) for key, item in value.items())
+        entries = sorted(value.items()) if by_name else value.items()
+        return tuple((key, again(item)) for key, item in entries)
     return type(value).__name__, value
 
 
 def grpc_request(item: c.Input) -> Any:
     """The message of a request that a client in another language sends."""
-    if not isinstance(item, c.Call):
-        return codec.to_pb(item)
-    plan = plan_of(type(item.command))
-    header = {name: getattr(item, name) for name in ("session", "call_id", "watermark", "confirmed")}
-    return plan.message(header=header, **plan.keywords(item.command))  # type: ignore[arg-type]
+    name, *content = msgspec.msgpack.decode(messages.encode(item))
+    fields = dict(zip(item.__struct_fields__, content, strict=True))
+    if isinstance(item, c.Call):
+        command = fields.pop("command")
+        name = command.pop("type")
+        fields = {"header": fields, **command}
+    return codec.filled(getattr(pb, f"{name}Request"), fields)
+
+
+def from_message(kind: type[Any], wire: Any) -> Any:
+    """The result or output that a client or storage unit reads."""
+    return messages.decode_as(kind, msgspec.msgpack.encode(codec.content_of(wire)))

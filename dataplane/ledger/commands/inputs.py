@@ -72,6 +72,11 @@ class SessionSilent(Input, frozen=True, kw_only=True):
 class AddUnit(Input, frozen=True, kw_only=True):
     """A storage unit offers its arena. Output: `UnitAdded`.
 
+    `host` is the boot id of its host. `cookie` is the random content of the arena's header, which
+    identifies the arena. `backed_bytes` of the arena are backed by memory. `endpoints` are the ZMQ
+    addresses of the unit's server, ipc before tcp. `curve_key` is its public key in z85 ("":
+    unencrypted).
+
     An offer with a known cookie is the same unit coming back if its epoch is higher, or if its epoch is the same and it
     follows `UnitLost` or carries the unit's id (`unit`). Otherwise it is refused. An offer with an id but an
     unknown cookie is refused too: its id comes from a service that lost its state.

@@ -103,8 +103,10 @@ class Show(Answered[Shown], frozen=True, kw_only=True):
 
 
 class MemoryMap(Result, frozen=True, kw_only=True):
-    """Bytes by address: part i covers [i * cell_bytes, (i + 1) * cell_bytes) of the arena. Backed bytes that are
-    neither live, reserved nor retired are free; `pinned` overlaps these three. `fragments` counts the free ranges."""
+    """Bytes by address: part i covers [i * cell_bytes, (i + 1) * cell_bytes) of the arena. Backed
+    bytes that are neither live, reserved (by puts) nor retired (cleared, still read) are free;
+    `pinned` (held by readers) overlaps these three. `fragments` counts the free ranges, `extents`
+    the columns of puts that hold bytes."""
 
     unit: int
     capacity_bytes: int

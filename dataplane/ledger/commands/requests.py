@@ -77,6 +77,7 @@ class Register(Answered[Done], frozen=True, kw_only=True):
     lifted.
 
     `fields` maps names to specs, which may be open. The client alone decides which columns are jagged by name.
+    `num_samples` is the expected number of samples (None: unknown until a `Seal`).
 
     `budget_bytes` limits the bytes of the partition's extents: reserved for its puts, live, or cleared but still read.
     Shared values count once, preallocated space counts from the commit that takes it. New rows may use the budget less
@@ -207,13 +208,16 @@ class Release(Answered[Done], frozen=True, kw_only=True):
 class Claim(Answered[Claimed], frozen=True, kw_only=True):
     """Claim up to `batch_size` samples whose `fields` are all produced. Answered `Claimed`.
 
-    Parks until `min_batch_size` (default: batch_size) samples are ready, or the partition is complete and all of the
-    task's unclaimed live samples are ready, or `timeout_s` is over (`ClaimTimeoutError`, nothing claimed). With
-    `blocking=False`, returns at once with the ready samples, possibly none. With `group_size`, takes whole groups only:
-    samples with equal tag `group_by`, `group_size` of them ready. With `lease_s`, samples that are not acknowledged in
-    time return to the pool. With `max_lag`, takes only samples whose tag `version_tag` is at least the partition's
-    version (`SetVersion`) when the claim is evaluated, less `max_lag`. `sampler` names a strategy of
-    `ledger.claims.samplers`.
+    Parks until `min_batch_size` (default: batch_size) samples are ready, or the partition is
+    complete and all of the task's unclaimed live samples are ready, or `timeout_s` is over
+    (`ClaimTimeoutError`, nothing claimed). With `blocking=False`, returns at once with the ready
+    samples, possibly none. With `group_size`, takes whole groups only: samples with equal tag
+    `group_by`, `group_size` of them ready. With `lease_s`, samples that are not acknowledged in
+    time return to the pool. With `max_lag`, takes only samples whose tag `version_tag` is at least
+    the partition's version (`SetVersion`) when the claim is evaluated, less `max_lag`. With
+    `where`, takes only samples that meet all conditions. `sampler` names a strategy of
+    `ledger.claims.samplers` (default: "length-balanced" for shares, "group-n" with `group_size`,
+    else "sequential").
 
     With `partial_after_s`, a group is overdue if, that long after its oldest unclaimed member was born, fewer than
     `group_size` unclaimed members have all fields. It then counts as whole with the members it has (`partial` RELEASE),

@@ -25,6 +25,8 @@ class Done(Result, frozen=True, kw_only=True):
 
 
 class UnitList(Result, frozen=True, kw_only=True):
+    """All storage units, in order of their ids."""
+
     units: tuple[UnitInfo, ...]
 
 
@@ -37,8 +39,8 @@ class Described(Result, frozen=True, kw_only=True):
     fields: dict[str, FieldSpec]
     strict: bool
     tasks: tuple[str, ...]
-    num_samples: int | None
-    group_size: int | None
+    num_samples: int | None = None
+    group_size: int | None = None
     sealed: bool
     live: int
     undeclared: tuple[str, ...] = ()
@@ -132,8 +134,8 @@ class Listed(Result, frozen=True, kw_only=True):
 
 
 class UnitStats(Value, frozen=True, kw_only=True):
-    """Bytes: free + reserved + live + retired + unbacked = capacity. `pinned_bytes` overlaps reserved, live and
-    retired.
+    """Bytes: free + reserved (by puts) + live + retired (cleared, still read) + unbacked (not yet
+    memory) = capacity. `pinned_bytes` (held by readers) overlaps reserved, live and retired.
 
     `used_bytes` sums reserved, live and retired; `peak_used_bytes` is its maximum so far. New rows may use up to
     `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when last asked, or that
@@ -193,13 +195,13 @@ class PartitionStats(Value, frozen=True, kw_only=True):
     partition: str
     live: int
     born: int
-    num_samples: int | None
+    num_samples: int | None = None
     sealed: bool
     live_bytes: int
     produced: dict[str, int]
     claimed: dict[str, int]
     waiting_claims: int
-    version: int | None
+    version: int | None = None
     dropped: int
     used_bytes: int = 0
     peak_used_bytes: int = 0
@@ -214,8 +216,9 @@ class PartitionStats(Value, frozen=True, kw_only=True):
 
 
 class SessionStats(Value, frozen=True, kw_only=True):
-    """State of a session. `parked`: number of its waiting calls. `reservations` and `pins`: number of calls that
-    reserved space, or pinned cells, and have not released them."""
+    """State of a session, last heard `silent_s` ago. `parked`: number of its waiting calls.
+    `reservations` and `pins`: number of calls that reserved space, or pinned cells, and have not
+    released them."""
 
     session: int
     name: str
@@ -228,7 +231,8 @@ class SessionStats(Value, frozen=True, kw_only=True):
 
 
 class StatsReport(Result, frozen=True, kw_only=True):
-    """`partitions` are the requested ones, `partition_count` counts all.
+    """`partitions` are the requested ones, `partition_count` counts all. `now` is the ledger's
+    clock in seconds. `waiting_allocations` counts the allocations that wait for space.
 
     A unit, or a partition with a budget, becomes `pressed` when it uses `high_watermark` of its `limit_bytes`,
     and stays so until it is down to `low_watermark` of it.
@@ -280,14 +284,14 @@ class Blocked(Result, frozen=True, kw_only=True):
     undeclared: tuple[str, ...]
     unproduced: tuple[str, ...]
     filtered: dict[str, int]
-    groups: int | None
-    partial_groups: int | None
+    groups: int | None = None
+    partial_groups: int | None = None
     partial: dict[str, int]
     dropped: int
     born: int
-    expected: int | None
+    expected: int | None = None
     complete: bool
-    version: int | None
+    version: int | None = None
     writers: tuple[Writer, ...]
     waiting_puts: int = 0
     waiting_puts_s: float = 0.0

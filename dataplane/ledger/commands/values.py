@@ -134,7 +134,8 @@ class ColumnSizes(Value, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Placement(Value, frozen=True, kw_only=True):
-    """Values [first, last) of column number `column` lie one after another at `offset` in the arena of `unit`."""
+    """Values [first, last) of column number `column` (from 0) lie one after another at `offset`, in
+    bytes, in the arena of `unit`."""
 
     column: int
     first: int
@@ -144,10 +145,12 @@ class Placement(Value, frozen=True, kw_only=True):
 
 
 class CommitColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """One column of a commit. `lengths[k]` is the length of the k-th value in units of `spec.unit_bytes`.
+    """One column of a commit. `lengths[k]` is the length of the k-th value in units of
+    `spec.unit_bytes`: elements of a jagged row, dense rows, else bytes.
 
     `index[i]` is the value of sample i (None: sample i has value i); many samples may share one value. `checksums[k]`
-    is the checksum of the k-th value (see `dataplane.core.checksums`; None: no checksums). `by_schema`: the writer took
+    is the checksum of the k-th value (the low half of the 64-bit XXH3 of its bytes, 1 for 0, see
+    `dataplane.core.checksums`; None: no checksums). `by_schema`: the writer took
     the kind from the field's entry in `Described`, not from the values. If the field's kind is open now, the values
     would have been encoded differently, and the commit fails with `StaleSchemaError`.
     """
@@ -161,9 +164,10 @@ class CommitColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FieldLocations(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """Locations of one field of the named samples; all arrays are aligned with the samples. A missing cell,
-    where allowed, has length -1 (unit and offset are undefined). `checksums` are those that the reader must
-    compare (0: none; None: none at all)."""
+    """Locations of one field of the named samples; all arrays are aligned with the samples.
+    `offsets` are in bytes from the start of the arena, `lengths` in the units of `CommitColumn`. A
+    missing cell, where allowed, has length -1 (unit and offset are undefined). `checksums` are
+    those that the reader must compare (0: none; None: none at all)."""
 
     name: str
     spec: FieldSpec
@@ -207,8 +211,10 @@ class SavedPartition(Value, frozen=True, kw_only=True):
 
 
 class UnitInfo(Value, frozen=True, kw_only=True):
-    """A storage unit as clients see it. `endpoints` are ZMQ addresses, ipc before tcp. `curve_key`
-    is the public key for connections to the endpoints ("": unencrypted)."""
+    """A storage unit as clients see it. `host` is the boot id of its host. `epoch` grows with each
+    restart of the unit. `endpoints` are ZMQ addresses, ipc before tcp. `arena_path` is the arena's
+    file on that host. `curve_key` is the public key, in z85, for connections to the endpoints ("":
+    unencrypted)."""
 
     unit: int
     name: str

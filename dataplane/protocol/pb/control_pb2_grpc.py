@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ControlStub(object):
-    """The controller. Commands (all but the first five) belong to a session and carry a Header.
+    """The controller. The first six methods belong to no session. The others are commands of a session,
+    and their requests have a Header.
     """
 
     def __init__(self, channel):
@@ -38,7 +39,7 @@ class ControlStub(object):
         self.OpenSession = channel.unary_unary(
                 '/tq.v1.Control/OpenSession',
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Opened.FromString,
+                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Welcome.FromString,
                 _registered_method=True)
         self.GetKeys = channel.unary_unary(
                 '/tq.v1.Control/GetKeys',
@@ -180,26 +181,6 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WhyBlockedRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Blocked.FromString,
                 _registered_method=True)
-        self.Inspect = channel.unary_unary(
-                '/tq.v1.Control/Inspect',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.InspectRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Matrix.FromString,
-                _registered_method=True)
-        self.Show = channel.unary_unary(
-                '/tq.v1.Control/Show',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ShowRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Shown.FromString,
-                _registered_method=True)
-        self.MapMemory = channel.unary_unary(
-                '/tq.v1.Control/MapMemory',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MapMemoryRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MemoryMap.FromString,
-                _registered_method=True)
-        self.Waits = channel.unary_unary(
-                '/tq.v1.Control/Waits',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitsRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitList.FromString,
-                _registered_method=True)
         self.Save = channel.unary_unary(
                 '/tq.v1.Control/Save',
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.SaveRequest.SerializeToString,
@@ -240,31 +221,53 @@ class ControlStub(object):
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ForgetRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Done.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/tq.v1.Control/Inspect',
+                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.InspectRequest.SerializeToString,
+                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Matrix.FromString,
+                _registered_method=True)
+        self.Show = channel.unary_unary(
+                '/tq.v1.Control/Show',
+                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ShowRequest.SerializeToString,
+                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Shown.FromString,
+                _registered_method=True)
+        self.MapMemory = channel.unary_unary(
+                '/tq.v1.Control/MapMemory',
+                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MapMemoryRequest.SerializeToString,
+                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MemoryMap.FromString,
+                _registered_method=True)
+        self.Waits = channel.unary_unary(
+                '/tq.v1.Control/Waits',
+                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitsRequest.SerializeToString,
+                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitList.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
-    """The controller. Commands (all but the first five) belong to a session and carry a Header.
+    """The controller. The first six methods belong to no session. The others are commands of a session,
+    and their requests have a Header.
     """
 
     def OpenSession(self, request, context):
-        """Opens a session; a repeated nonce finds the session it opened before, also in a later epoch of a service that kept
-        its state.
+        """Opens a session. A repeated nonce finds the session that it opened, also in a later epoch of a
+        service that keeps its state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetKeys(self, request, context):
-        """Proves that this is the service, and tells what a client needs for the ZMQ servers. Wants no token. Tells its errors
-        in its answer, so that clients can ask it without a gRPC library.
+        """Proves the identity of the service, and returns what a client needs for the ZMQ servers. Requires
+        no token. Returns its errors in the reply, so that clients need no gRPC library for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepSession(self, request_iterator, context):
-        """Keeps a session alive while it lasts: a Beat every heartbeat interval. Its end makes the service look at once whether
-        the client is gone. Answered once, when the stream is taken up.
+        """Keeps a session alive while the stream lasts, with a request every heartbeat interval. Only the
+        first has a reply. At the end of the stream the service checks at once whether the client still
+        runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,8 +281,9 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AttachUnit(self, request_iterator, context):
-        """A storage unit's link: the unit sends AddUnit, is answered UnitAdded, then sends reports and receives orders. Its end
-        tells the controller that the unit is lost.
+        """Connects a storage unit. It has the metadata `tq-protocol-version`. The unit sends AddUnit and is
+        answered UnitAdded, then it sends reports and receives orders. The unit is lost at the end of the
+        stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -293,245 +297,257 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Bye(self, request, context):
-        """Ends the session.
+        """--- The rest of this file is generated by `make proto`.
+        End the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Units(self, request, context):
-        """Lists all storage units.
+        """List all storage units.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Register(self, request, context):
-        """Declares a partition, or replaces schema, expected size and tasks of a live one.
+        """Declare a partition, or replace schema, expected size and tasks of an existing one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Seal(self, request, context):
-        """Lets no new sample ids into a partition from now on.
+        """Refuse new ids from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What a writer must know of a partition.
+        """Return the facts that a writer needs to encode a put.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Reserves space for the values of one put; waits while there is none.
+        """Reserve space for a put.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Preallocate(self, request, context):
-        """Reserves space for small puts to come; never waits.
+        """Reserve `nbytes` in one piece for future small puts, in a unit that proved the session local to
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Gives a reservation back.
+        """Free the reservation of call `reservation`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes the rows of one put visible, all or none.
+        """Make rows visible: validate everything, then switch all rows, or change nothing and free the
+        reservation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Where fields of samples are, and a pin on them.
+        """Return where the fields of the samples are, and pin them under this call's id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Unpins what a Locate pinned.
+        """Unpin the cells that call `located` pinned, even if that call was lost or is not yet seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """Moves a task's cursor over samples whose fields are produced; waits until there are enough.
+        """Claim up to `batch_size` samples whose `fields` are all produced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unclaim(self, request, context):
-        """Withdraws a claim whose answer nobody will use.
+        """Withdraw the claim of call `claimed`, whose answer the client will not use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ack(self, request, context):
-        """The task is done with leased samples.
+        """Acknowledge leased samples for the task.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Nack(self, request, context):
-        """Claimed samples go back to the pool.
+        """Return claimed samples to the pool: those that their claim (see `Ack`) holds, on lease or not,
+        and has not acknowledged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Makes leases end at another time.
+        """Let the leases of these samples end `lease_s` from now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckConsumption(self, request, context):
-        """Whether the partition is complete and the tasks have claimed every live sample, and acknowledged what was on lease.
+        """Check whether the partition is complete and each task has consumed every live sample: claimed
+        it and, if the claim was on lease, acknowledged it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Drops samples, or a whole partition.
+        """Drop these samples, or with `samples=None` the whole partition with its schema.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTags(self, request, context):
-        """Merges tags into samples.
+        """Merge tags into live samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetVersion(self, request, context):
-        """Sets the version from which the max_lag of claims counts.
+        """Set the partition's version, from which the `max_lag` of claims counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Lists samples.
+        """List all live samples, oldest first, up to `limit`, or with `samples` exactly those.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """Figures of the whole service.
+        """Return statistics of these partitions (none named: all), oldest first, at most `limit` of them
+        (0: no limit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WhyBlocked(self, request, context):
-        """Why a claim would wait now.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Inspect(self, request, context):
-        """What of a partition is produced and consumed, by age.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Show(self, request, context):
-        """Everything about one sample.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def MapMemory(self, request, context):
-        """What the bytes of a unit's arena are, by address.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Waits(self, request, context):
-        """Who waits for what.
+        """Explain why a claim of `fields` by `task` would wait now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Takes what partitions are at this instant, and pins all of its bytes until a Release.
+        """Snapshot these partitions (none named: all that are not staged) at this instant, and pin all
+        their bytes until `Release` of this call's id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadSaved(self, request, context):
-        """A part of what a Save took.
+        """Return samples [first, last), oldest first, of a partition as call `saved` took it: with
+        `names` their ids and tags, and the locations of their cells of `fields`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stage(self, request, context):
-        """Makes an empty partition that goes with its session until it is published.
+        """Create a partition without schema or tasks that belongs to this session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Makes staged partitions known under other names, with schema, tasks and all, at once or not at all.
+        """Turn partitions that this session staged into those of `partitions` (same order), all or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Lets nothing new onto a storage unit from now on, or does again.
+        """Place nothing new on the unit from now on, so that `FindCells` and `Move` can empty it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FindCells(self, request, context):
-        """Some of the cells that lie on a storage unit, and a pin on them; waits while others hold what is there.
+        """Find some cells of one field that lie on the unit, by address, and pin them under this call's
+        id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Move(self, request, context):
-        """Points cells at copies of their bytes.
+        """Point cells at copies of their bytes, which lie in the space that call `reservation` (an
+        `Allocate` with `moving`) reserved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Forgets a storage unit.
+        """Forget a storage unit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """Return how much of a partition is produced and consumed, by age, in at most `columns` parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Show(self, request, context):
+        """Return all facts about one sample of `partition`, or with "" of the first registered partition
+        that has its id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MapMemory(self, request, context):
+        """Return how the bytes of a unit's arena are used, in at most `cells` equal parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Waits(self, request, context):
+        """List waiting calls, longest wait first: those of `partition` ("": all), claims of `task` ("":
+        of all tasks, and puts), at most `limit` (0: all).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -543,7 +559,7 @@ def add_ControlServicer_to_server(servicer, server):
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.OpenSessionRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Opened.SerializeToString,
+                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Welcome.SerializeToString,
             ),
             'GetKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.GetKeys,
@@ -685,26 +701,6 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WhyBlockedRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Blocked.SerializeToString,
             ),
-            'Inspect': grpc.unary_unary_rpc_method_handler(
-                    servicer.Inspect,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.InspectRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Matrix.SerializeToString,
-            ),
-            'Show': grpc.unary_unary_rpc_method_handler(
-                    servicer.Show,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ShowRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Shown.SerializeToString,
-            ),
-            'MapMemory': grpc.unary_unary_rpc_method_handler(
-                    servicer.MapMemory,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MapMemoryRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MemoryMap.SerializeToString,
-            ),
-            'Waits': grpc.unary_unary_rpc_method_handler(
-                    servicer.Waits,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitsRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitList.SerializeToString,
-            ),
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.SaveRequest.FromString,
@@ -745,6 +741,26 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ForgetRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Done.SerializeToString,
             ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.InspectRequest.FromString,
+                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Matrix.SerializeToString,
+            ),
+            'Show': grpc.unary_unary_rpc_method_handler(
+                    servicer.Show,
+                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.ShowRequest.FromString,
+                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Shown.SerializeToString,
+            ),
+            'MapMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.MapMemory,
+                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MapMemoryRequest.FromString,
+                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.MemoryMap.SerializeToString,
+            ),
+            'Waits': grpc.unary_unary_rpc_method_handler(
+                    servicer.Waits,
+                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitsRequest.FromString,
+                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitList.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tq.v1.Control', rpc_method_handlers)
@@ -754,7 +770,8 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """The controller. Commands (all but the first five) belong to a session and carry a Header.
+    """The controller. The first six methods belong to no session. The others are commands of a session,
+    and their requests have a Header.
     """
 
     @staticmethod
@@ -773,7 +790,7 @@ class Control(object):
             target,
             '/tq.v1.Control/OpenSession',
             dataplane_dot_protocol_dot_pb_dot_control__pb2.OpenSessionRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.Opened.FromString,
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.Welcome.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1541,114 +1558,6 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def Inspect(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tq.v1.Control/Inspect',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.InspectRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.Matrix.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Show(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tq.v1.Control/Show',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.ShowRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.Shown.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def MapMemory(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tq.v1.Control/MapMemory',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.MapMemoryRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.MemoryMap.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Waits(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tq.v1.Control/Waits',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitsRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitList.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Save(request,
             target,
             options=(),
@@ -1854,6 +1763,114 @@ class Control(object):
             '/tq.v1.Control/Forget',
             dataplane_dot_protocol_dot_pb_dot_control__pb2.ForgetRequest.SerializeToString,
             dataplane_dot_protocol_dot_pb_dot_control__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Inspect',
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.InspectRequest.SerializeToString,
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.Matrix.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Show(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Show',
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.ShowRequest.SerializeToString,
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.Shown.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MapMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/MapMemory',
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.MapMemoryRequest.SerializeToString,
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.MemoryMap.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Waits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tq.v1.Control/Waits',
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitsRequest.SerializeToString,
+            dataplane_dot_protocol_dot_pb_dot_control__pb2.WaitList.FromString,
             options,
             channel_credentials,
             insecure,
