@@ -45,9 +45,11 @@ def generated(source: str) -> str:
 
 
 def _method(command: type[c.Answered[Any]]) -> str:
-    sentence = inspect.cleandoc(command.__doc__ or "").replace("\n", " ").partition(". ")[0].removesuffix(".")
+    text = inspect.cleandoc(command.__doc__ or "").replace("\n", " ")
+    sentence = text.partition(". ")[0].removesuffix(".")
     name = command.__name__
-    return _comment(f"{sentence}.", "  ") + f"  rpc {name}({name}Request) returns ({command.answer().__name__});"
+    answer = command.answer().__name__
+    return _comment(f"{sentence}.", "  ") + f"  rpc {name}({name}Request) returns ({answer});"
 
 
 class _Messages:
@@ -58,18 +60,20 @@ class _Messages:
         self._explained: set[enum.EnumMeta] = set()  # enums whose meaning is in the comment of a field
 
     def add(self, kind: type[msgspec.Struct], suffix: str = "", before: str = "") -> str:
-        """Add the message of a Struct, and those of its fields, unless they are there. Return its name. before: the
-        text of a field that the Struct does not have."""
+        """Add the message of a Struct, and those of its fields, unless they are there. Return its
+        name. before: the text of a field that the Struct does not have."""
         name = kind.__name__ + suffix
         if name in self.texts:
             return name
         assert kind.__doc__, f"{name} has no docstring, which is the comment of its message"
         self.texts[name] = ""
         hints = typing.get_type_hints(kind)
+        infos = {info.name: info for info in msgspec.structs.fields(kind)}
         # The error of an output is a status, or ends the stream.
-        infos = [info for info in msgspec.structs.fields(kind) if "DataPlaneError" not in str(hints[info.name])]
-        assert [info.name for info in infos] != WRAPPED, f"{name} would be taken for a list"
-        fields = [self._field(info, hints[info.name], number) for number, info in enumerate(infos, bool(before) + 1)]
+        names = [each for each in infos if "DataPlaneError" not in str(hints[each])]
+        assert names != WRAPPED, f"{name} would be taken for a list"
+        numbered = enumerate(names, 2 if before else 1)
+        fields = [self._field(infos[each], hints[each], number) for number, each in numbered]
         self.texts[name] = _message(name, kind.__doc__, before + "".join(fields))
         return name
 
@@ -106,7 +110,8 @@ class _Messages:
         return self._type(hint)
 
     def _type(self, hint: Any) -> str:
-        """Return the name of a type that is neither repeated nor a map. Add its message, if it is one."""
+        """Return the name of a type that is neither repeated nor a map. Add its message, if it is
+        one."""
         if hint in TYPES:
             return TYPES[hint]
         if hint in ARRAYS:
@@ -123,7 +128,8 @@ class _Messages:
         return self._union(args)
 
     def _wrapper(self, kind: str, element: Any, hint: Any) -> str:
-        """Add the message of a list or map where protobuf has none: one that may be absent, or is in another one."""
+        """Add the message of a list or map where protobuf has none: one that may be absent, or is in
+        another one."""
         of = self._type(element)
         name = of[0].upper() + of[1:] + kind
         doc = f"A {kind.lower()} that may be absent, or is in another list or map."
@@ -134,10 +140,13 @@ class _Messages:
         """Add the message of a value of several types."""
         lists = [arg for arg in args if typing.get_origin(arg) is tuple]
         name = "ScalarOrList" if lists else "Scalar"
-        fields = [f"    {self._type(kind)} {UNION_FIELDS[kind]} = {{}};\n" for kind in UNION_FIELDS if kind in args]
-        fields += [f"    {self._type(kind)} {UNION_FIELDS[list]} = {{}};\n" for kind in lists]
-        body = "".join(field.format(number) for number, field in enumerate(fields, 1))
-        self.texts[name] = _message(name, "A value. None of the fields set: null.", f"  oneof {UNION} {{\n{body}  }}\n")
+        fields = [f"{TYPES[kind]} {name}" for kind, name in UNION_FIELDS.items() if kind in args]
+        fields += [f"{self._type(kind)} {UNION_FIELDS[list]}" for kind in lists]
+        others = [arg for arg in args if arg not in (*UNION_FIELDS, *lists, types.NoneType)]
+        assert not others, f"a value may be {others}, which have no field in UNION_FIELDS"
+        body = "".join(f"    {field} = {number};\n" for number, field in enumerate(fields, 1))
+        doc = "A value. None of the fields set: null."
+        self.texts[name] = _message(name, doc, f"  oneof {UNION} {{\n{body}  }}\n")
         return name
 
 

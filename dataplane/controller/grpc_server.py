@@ -203,7 +203,7 @@ def _rejection(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[
 
 
 class _Service:
-    """The methods of the service, from the same table as those of the ZMQ server.
+    """The methods of the service: those of `control.proto`.
 
     `_heartbeat_streams`: the number of KeepSession streams of each session. `_unit_streams`: the queue of each
     AttachUnit stream, with the outputs for the unit; an error or None ends the stream.
