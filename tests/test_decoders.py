@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path for top in ("dataplane", "workers") for path in (ROOT / top).rglob("*.py"))
 MAKERS = {("dataplane/ledger/encoding/messages.py", "decoder"), ("workers/transport/encoding.py", "decoder")}
 """The functions that make decoders for other modules, while these are imported."""
+DESCRIBED = {("dataplane/ledger/encoding/messages.py", "_mismatch")}
+"""The functions that convert to types whose classes the decoders of their module describe."""
 NO_CLASSES = {"Scalar", "list[Scalar]", "_Names"}
 """Types without a class whose description threads share."""
 
@@ -44,7 +46,7 @@ def test_they_are_made_at_import() -> None:
         for path in FILES
         for function, line in made_in_functions(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert set(made) == MAKERS, made
+    assert set(made) == MAKERS | DESCRIBED, made
 
 
 FIRST_USE = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -45,6 +45,9 @@ be absent, or is in another one."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
+_ORDERS: dict[str, msgspec.msgpack.Decoder[c.Output]] = {
+    kind.__name__: messages.decoder(kind) for kind in (c.UnitAdded, *get_args(c.UnitOrder))
+}
 
 
 def from_pb(wire: Message) -> c.Input:
@@ -100,8 +103,8 @@ def order_from_pb(wire: pb.UnitOrder) -> c.Output:
             "install the same release on both"
         )
     part = getattr(wire, name)
-    order: c.Output = messages.decode_as(getattr(c, part.DESCRIPTOR.name), _pack(content_of(part)))
-    return order
+    decoder = _ORDERS[part.DESCRIPTOR.name]
+    return messages.decode_with(decoder, _pack(content_of(part)))
 
 
 def content_of(wire: Message) -> Content:

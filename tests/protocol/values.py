@@ -128,4 +128,4 @@ def grpc_request(item: c.Input) -> Any:
 
 def from_message(kind: type[Any], wire: Any) -> Any:
     """The result or output that a client or storage unit reads."""
-    return messages.decode_as(kind, msgspec.msgpack.encode(codec.content_of(wire)))
+    return messages.decode_with(messages.decoder(kind), msgspec.msgpack.encode(codec.content_of(wire)))
