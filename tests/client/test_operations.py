@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 from dataplane.client import preallocated
-from dataplane.client.operations import claim, retry
+from dataplane.client.operations import claim, retry, sample_names
 from dataplane.client.operations.drain_unit import _handle_lack_of_space, _Progress
 from dataplane.client.operations.retry import with_retry
-from dataplane.client.operations.sample_names import ids_of, tag_columns, tags_of
+from dataplane.client.operations.sample_names import ids_of, scalar, tag_columns, tags_of
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.preallocated import (
     LEAST_BYTES,
@@ -85,6 +86,65 @@ def test_tags_come_back_as_they_were_whatever_samples_lack_them() -> None:
     assert tags_of(tag_columns(tags, 4), 4) == tags
     assert tag_columns([{"n": 1}, {"n": 2}], 2)[0].positions is None
     assert tags_of((), 2) == [{}, {}]
+
+
+ODD_TAGS: list[Any] = [1 << 62, -1, 0.5, True, None, "x", "y", np.float32(2), np.int8(3), [1], 1 << 70]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equal_dicts_of_tags_are_converted_as_others_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+
+    def convert(name: str, row: int, value: Any) -> Any:
+        return scalar(name, row, value) if value != "y" else f"{name} {row}"
+
+    def outcome(tags: list[Any]) -> Any:
+        try:
+            columns = tag_columns(tags, len(tags), chance_convert)
+        except (UnsupportedValueError, InvalidRequestError) as error:
+            return str(error)
+        return [(each.name, list(map(repr, each.values)), repr(each.positions)) for each in columns]
+
+    for _ in range(30):
+        values = ODD_TAGS[: chance.choice([2, 5, 6, 6, 7, 11])]
+        names = chance.sample(["a", "b", "c", 5], chance.choice([0, 1, 2, 2])) if seed % 8 == 0 else ["a", "b"]
+        tags: list[Any] = [{name: chance.choice(values) for name in names} for _ in range(chance.randrange(5))]
+        if tags and chance.random() < 0.1:
+            tags[-1] = chance.choice([{}, MappingProxyType(tags[-1]), 5, {"b": 1, "a": 2}])
+        chance_convert = chance.choice([scalar, convert])
+        usual = outcome(tags)
+        with monkeypatch.context() as patch:
+            patch.setattr(sample_names, "_usual_columns", lambda *_: None)
+            assert outcome(tags) == usual
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_sample_gets_its_own_tags_in_the_order_of_the_columns(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(20):
+        count = chance.randrange(5)
+        columns = []
+        expected: list[dict[str, Any]] = [{} for _ in range(count)]
+        for name in "abc"[: chance.randrange(4)]:
+            some = sorted(chance.sample(range(count), chance.randrange(count + 1)))
+            form = chance.choice(["all", "some", "index"])
+            if form == "index" and count:
+                values = tuple(f"{name}{number}" for number in range(chance.choice([1, 1, 3])))
+                index = [chance.randrange(len(values)) for _ in range(count)]
+                column = c.TagColumn(name=name, values=values, index=np.array(index, np.uint8))
+                each = [values[number] for number in index]
+            elif form == "some":
+                column = c.TagColumn(name=name, values=tuple(some), positions=np.array(some, np.int64))
+                each = some
+            else:
+                column = c.TagColumn(name=name, values=tuple(range(count)))
+                each = list(range(count))
+            columns.append(column)
+            for row, value in zip(some if form == "some" else range(count), each, strict=True):
+                expected[row][name] = value
+        got = tags_of(columns, count)
+        assert [list(each.items()) for each in got] == [list(each.items()) for each in expected]
+        assert len(set(map(id, got))) == count
 
 
 def test_only_what_is_no_plain_number_is_converted() -> None:

@@ -618,7 +618,7 @@ class Model(ClaimModel):
         tags: list[dict[str, Scalar]] = [{} for _ in samples]
         for column in result.tags:
             positions = range(len(samples)) if column.positions is None else column.positions.tolist()
-            for position, value in zip(positions, column.values, strict=True):
+            for position, value in zip(positions, column.each, strict=True):
                 tags[position][column.name] = value
         assert tags == [s.tags for s in samples]
 

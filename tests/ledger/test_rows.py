@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from dataplane.errors import (
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.tags import Tags, packed
+from dataplane.ledger.state.tags import MIN_SHARED, Tags, packed
 from dataplane.ledger.state.tombstones import REMEMBERED
 from tests.ledger.driver import Client, Driver, by_ids, commit_columns, handles
 from tests.ledger.fingerprint import fingerprint
@@ -88,6 +90,26 @@ def test_list_keeps_age_order_over_slot_reuse_and_compaction(client: Client) -> 
     assert max(listed.rows.tolist()) < 8
 
 
+def test_lists_and_limits_agree_on_age_over_random_histories() -> None:
+    client = Driver().client()
+    client.register()
+    chance = random.Random(3)
+    alive: dict[str, None] = {}
+    for _ in range(400):
+        name = f"s{chance.randrange(40)}"
+        if name in alive and chance.random() < 0.6:
+            client.clear(name)
+            del alive[name]
+        else:
+            client.put([name])
+            alive.setdefault(name)
+        limit = chance.choice([None, 0, 1, 5])
+        listed = client.call(c.Listed, c.List(partition="p", limit=limit))
+        assert listed.ids == tuple(alive)[:limit]
+        by_handle = client.call(c.Listed, c.List(partition="p", samples=handles(listed)))
+        assert by_handle.ids == listed.ids
+
+
 def test_samples_named_both_ways_or_neither_are_refused(client: Client) -> None:
     made = client.put(["a"])
     with pytest.raises(InvalidRequestError):
@@ -98,6 +120,52 @@ def test_samples_named_both_ways_or_neither_are_refused(client: Client) -> None:
 
 # --- Tags: what goes in comes out, types included.
 
+VALUES: list[list[Scalar]] = [
+    [1],
+    [1, 2],
+    [True],
+    [1, True, 1.0],
+    [0.0],
+    [0.0, -0.0],
+    [float("nan")],
+    ["a"],
+    ["a", "b", None],
+    [None],
+    ["a", 1],
+    [f"text {number}" for number in range(70)],
+    [f"text {number}" for number in range(300)],
+]
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("count", [1, MIN_SHARED, 400])
+def test_columns_with_an_index_have_the_same_values(values: list[Scalar], count: int) -> None:
+    chance = random.Random(count)
+    tags = Tags(count)
+    rows = np.arange(count)
+    each = tuple(chance.choice(values) for _ in rows)
+    tags.merge(rows, (c.TagColumn(name="t", values=each),))
+    (column,) = tags.of(rows, shared=True)
+    (plain,) = tags.of(rows)
+    assert plain.values == plain.each
+    assert list(map(repr, column.each)) == list(map(repr, plain.values)) == list(map(repr, each))
+    assert column.index is None or len(column.values) == len(set(map(repr, each)))
+    different = len(set(map(repr, each)))
+    if count < MIN_SHARED or different > count // 4:
+        assert column.index is None
+    elif different == 1 or (different <= 3 and set(map(type, each)) <= {str, type(None)}):
+        assert column.index is not None
+
+
+def test_a_command_with_an_index_is_refused(client: Client) -> None:
+    client.put(["a", "b"])
+    tag = c.TagColumn(name="t", values=(1, 2), index=np.array([1, 0], np.uint8))
+    with pytest.raises(InvalidRequestError, match="tag 't' has an index, which only answers have"):
+        client.call(c.Done, c.SetTags(partition="p", samples=by_ids("a", "b"), tags=(tag,)))
+    for malformed in ({"values": (1,)}, {"values": (1, 2), "positions": np.array([0, 1])}):
+        with pytest.raises(InvalidRequestError, match="its index names value 1 of"):
+            msgspec.structs.replace(tag, **malformed)
+
 
 def tags_of(client: Client) -> dict[str, dict[str, Scalar]]:
     """Tags by sample."""
@@ -105,7 +173,7 @@ def tags_of(client: Client) -> dict[str, dict[str, Scalar]]:
     found: dict[str, dict[str, Scalar]] = {name: {} for name in listed.ids}
     for column in listed.tags:
         places = range(len(listed.ids)) if column.positions is None else column.positions.tolist()
-        for place, value in zip(places, column.values, strict=True):
+        for place, value in zip(places, column.each, strict=True):
             found[listed.ids[place]][column.name] = value
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def scalar(tag: str, row: int, value: Any) -> Scalar:
 
 _PLAIN = frozenset({bool, int, float, type(None)})
 """Types of tags that `tag_columns` stores without conversion."""
+_USUAL = _PLAIN | {str}
 
 
 def tag_columns(
@@ -104,6 +106,9 @@ def tag_columns(
         )
     if len(tags) != count:
         raise InvalidRequestError(f"tags: got {len(tags)} mappings for {count} samples; pass one per sample")
+    usual = _usual_columns(tags, convert)
+    if usual is not None:
+        return usual
     # Tag name -> its values, and the positions of the samples that have them.
     columns: dict[str, tuple[list[Scalar], list[int]]] = {}
     for row, mapping in enumerate(tags):
@@ -131,13 +136,49 @@ def tag_columns(
     )
 
 
+def _usual_columns(
+    tags: Sequence[Mapping[str, Any]], convert: Callable[[str, int, Any], Scalar]
+) -> tuple[c.TagColumn, ...] | None:
+    """Return the columns, whole ones at a time, if all samples have the same tags and `convert`
+    changes no value; otherwise None."""
+    if set(map(type, tags)) != {dict} or set(map(type, chain.from_iterable(tags))) - {str}:
+        return None
+    if len(set(map(len, tags))) > 1:
+        return None
+    columns = []
+    for name in tags[0]:
+        try:
+            values = tuple([mapping[name] for mapping in tags])
+        except KeyError:
+            return None
+        types = set(map(type, values))
+        if not types <= _USUAL:
+            return None
+        if int in types:
+            numbers = values if len(types) == 1 else [value for value in values if type(value) is int]
+            if min(numbers) < INT64_MIN or max(numbers) > INT64_MAX:
+                return None
+        if str in types:
+            texts = set(values) if len(types) == 1 else {text for text in values if type(text) is str}
+            if any(convert(name, 0, text) is not text for text in texts):
+                return None
+        columns.append(c.TagColumn(name=name, values=values))
+    return tuple(columns)
+
+
 def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar]]:
     """Convert columns to one dict per sample; a sample without a tag lacks the key."""
-    tags: list[dict[str, Scalar]] = [{} for _ in range(count)]
+    # A copy of a dict is faster than its entries one by one. Tags that not all samples have, and
+    # those after them, are added later, because each dict has the order of the columns.
+    whole = takewhile(lambda column: column.positions is None and len(column.values), columns)
+    first = {column.name: column.values[0] for column in whole}
+    tags = [first.copy() for _ in range(count)]
     for column in columns:
         name = column.name
+        if column.index is not None and len(column.values) == 1 and name in first:
+            continue  # all samples have this value
         tagged = tags if column.positions is None else [tags[row] for row in column.positions.tolist()]
-        for sample_tags, value in zip(tagged, column.values, strict=True):
+        for sample_tags, value in zip(tagged, column.each, strict=True):
             sample_tags[name] = value
     return tags
 
@@ -151,7 +192,7 @@ def meta_of(
     lengths: list[Any] | None = None
     for tag in listed.tags:
         if tag.name == INPUT_LENGTHS and tag.positions is None and count and None not in tag.values:
-            lengths = [int(value) for value in tag.values if value is not None]
+            lengths = [int(value) for value in tag.each if value is not None]
     is_claim = isinstance(listed, c.Claimed) and listed.claim  # claim id 0: a peek claims nothing
     return KVBatchMeta.of_service(
         partition,

@@ -354,11 +354,10 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
 
 def may_be_encoded(values: Sequence[Any]) -> bool:
     """Whether any of the values of a tag contains the prefix of encoded values."""
-    types = set(map(type, values))
-    if str not in types:
-        return False
-    texts = values if len(types) == 1 else [value for value in values if type(value) is str]
-    return ENCODED in "".join(texts)
+    try:
+        return ENCODED in "".join(values)
+    except TypeError:  # other values, too
+        return ENCODED in "".join([value for value in values if type(value) is str])
 
 
 def _decode(text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 UInt32s = npt.NDArray[np.uint32]
+UInt8s = npt.NDArray[np.uint8]
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
@@ -103,17 +105,36 @@ class Samples(Value, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TagColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None: to sample i)."""
+    """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None: to sample i).
+
+    `index`, in answers only and without `positions`: sample i has value `index[i]` (None: value i), so that few values
+    stand for many samples."""
 
     name: str
     values: tuple[str | bool | Int64 | float | None, ...]
     positions: Int64s | None = None
+    index: UInt8s | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InvalidRequestError` unless each value has a position."""
+        """Raise `InvalidRequestError` unless each value has a position, and each number of the index a value."""
         if self.positions is not None and len(self.positions) != len(self.values):
             count = len(self.positions)
             raise InvalidRequestError(f"tag {self.name!r} has {len(self.values)} values for {count} positions")
+        if self.index is not None and len(self.index):
+            most = int(self.index.max())
+            if most >= len(self.values) or self.positions is not None:
+                raise InvalidRequestError(
+                    f"tag {self.name!r}: its index names value {most} of {len(self.values)}, or it has positions, too"
+                )
+
+    @property
+    def each(self) -> Sequence[Scalar]:
+        """The value of each sample that has the tag."""
+        if self.index is None:
+            return self.values
+        if len(self.values) == 1:
+            return self.values * len(self.index)
+        return list(map(self.values.__getitem__, self.index.tolist()))
 
 
 class Predicate(Value, frozen=True, kw_only=True):

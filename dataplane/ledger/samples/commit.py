@@ -100,7 +100,7 @@ class Commits:
             born=len(named.unborn),
             overwritten_bytes=overwritten_bytes,
             fields=partition.common_fields(rows) if command.listed else (),
-            tags=partition.tags.of(rows) if command.listed else (),
+            tags=partition.tags.of(rows, shared=True) if command.listed else (),
         )
 
     # --- checks
@@ -455,6 +455,8 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
     LimitError."""
     for column in tags:
         state.check_name("tag", column.name)
+        if column.index is not None:
+            raise InvalidRequestError(f"tag {column.name!r} has an index, which only answers have; send each value")
         if column.positions is None:
             if len(column.values) != samples:
                 raise InvalidRequestError(

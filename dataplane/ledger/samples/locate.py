@@ -97,7 +97,14 @@ class Reads:
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
         )
-        return c.Located(fields=tuple(located), rows=rows, generations=generations)
+        return c.Located(
+            fields=tuple(located),
+            rows=rows,
+            generations=generations,
+            widened=tuple(
+                name for name in command.fields if name in partition.fields and partition.fields[name].widened
+            ),
+        )
 
     def _present_cells(self, partition: Partition, name: str, rows: c.Int64s) -> list[tuple[str, Field, Cells]]:
         """Return (column, its state, cells of the rows) of the field's own column and of those columns of its earlier
@@ -142,15 +149,17 @@ class Reads:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 or more, and cannot be combined with samples")
         if command.samples is None:
             rows = partition.rows.in_order()[: command.limit]
+            ids = partition.rows.oldest(command.limit)
         else:
             self.state.check_samples(command.samples)
             rows = partition.resolve(command.samples).copy()
+            ids = command.samples.ids or partition.rows.names_of(rows)
         return c.Listed(
-            ids=partition.rows.names_of(rows),
+            ids=ids,
             rows=rows,
             generations=partition.generations_of(rows),
             fields=partition.common_fields(rows),
-            tags=partition.tags.of(rows),
+            tags=partition.tags.of(rows, shared=True),
         )
 
     def describe(self, session: Session, call_id: int, command: c.Describe) -> c.Described:

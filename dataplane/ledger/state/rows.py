@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,10 @@ SLACK = 1024
 
 
 class Rows:
-    """Table of samples. A row is the slot number of a sample: `ids` has the row by sample id, `names` the sample id by
-    row. `generations[row]` is 0 for a free slot; `free` lists the free slots. `since[row]` is the ledger time of
-    creation. `order[:end]` holds the rows by age, with -1 for removed rows; `positions[row]` is the index of a live row
-    in it."""
+    """Table of samples. A row is the slot number of a sample: `ids` has the row by sample id, oldest
+    sample first, `names` the sample id by row. `generations[row]` is 0 for a free slot; `free` lists
+    the free slots. `since[row]` is the ledger time of creation. `order[:end]` holds the rows by age,
+    with -1 for removed rows; `positions[row]` is the index of a live row in it."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
@@ -63,6 +64,10 @@ class Rows:
     def names_of(self, rows: Int64s) -> tuple[str, ...]:
         names = self.names
         return tuple([names[row] or "" for row in rows.tolist()])
+
+    def oldest(self, count: int | None) -> tuple[str, ...]:
+        """Return the ids of the oldest `count` samples (None: of all), oldest first."""
+        return tuple(self.ids) if count is None else tuple(islice(self.ids, count))
 
     def in_order(self) -> Int64s:
         """Return all live rows, oldest first."""

@@ -71,6 +71,33 @@ def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
     return objects
 
 
+MIN_SHARED = 64
+"""From so many rows on, a column can have an index."""
+MOST_SHARED = 256
+"""How many different values a column with an index has at most."""
+
+
+def shared_values(name: str, values: np.ndarray[Any, Any]) -> TagColumn | None:
+    """Return a column with one entry for equal values; None if their types or the many different values exclude it."""
+    if values.dtype != object:
+        bits = values.view(f"u{values.itemsize}")  # 0.0 and -0.0 differ, and NaN equals itself
+        if not every(bits == bits[0]):
+            return None
+        return TagColumn(name=name, values=(values[0].item(),), index=np.zeros(len(values), np.uint8))
+    each = values.tolist()
+    first = each[0]
+    if type(first) is str and first == each[-1] and each.count(first) == len(each):
+        return TagColumn(name=name, values=(first,), index=np.zeros(len(each), np.uint8))
+    begin = each[:MOST_SHARED]
+    if len(set(begin)) > len(begin) // 4:
+        return None
+    index = {value: number for number, value in enumerate(dict.fromkeys(each))}
+    if len(index) > MOST_SHARED or not set(map(type, index)) <= {str, type(None)}:
+        return None  # 1, 1.0 and True are equal
+    numbers = bytes(map(index.__getitem__, each))
+    return TagColumn(name=name, values=tuple(index), index=np.frombuffer(numbers, np.uint8))
+
+
 class Tags:
     """The tag columns of a partition. A column exists while a live sample has the tag."""
 
@@ -102,14 +129,18 @@ class Tags:
             tag.unset(rows)
         self.columns = {name: tag for name, tag in self.columns.items() if tag.count}
 
-    def of(self, rows: Int64s) -> tuple[TagColumn, ...]:
-        """Return the tags of these rows, without tags that none of them has."""
+    def of(self, rows: Int64s, *, shared: bool = False) -> tuple[TagColumn, ...]:
+        """Return the tags of these rows, without tags that none of them has. With `shared`, each of a few different
+        values of many rows is returned once (see `TagColumn.index`)."""
+        shared = shared and len(rows) >= MIN_SHARED
         columns = []
         for name, tag in self.columns.items():
             present = tag.present[rows]
             if present.all():
                 if len(rows):  # `all` of no rows is true, too
-                    columns.append(TagColumn(name=name, values=tuple(tag.values[rows].tolist())))
+                    stored = tag.values[rows]
+                    column = shared_values(name, stored) if shared else None
+                    columns.append(column or TagColumn(name=name, values=tuple(stored.tolist())))
             elif present.any():
                 positions = np.flatnonzero(present)
                 values = tuple(tag.values[rows[positions]].tolist())
