@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+import dataplane.compat.transfer_queue as tq
+from dataplane.client.rpc.pending_calls import Calls
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "tests" / "compat" / "scripts").glob("[a-z]*.py"))
 
@@ -66,3 +69,27 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, A
     finally:
         for side in sides:
             side.end()
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A service of this process, which the module's functions use."""
+    for name in ("TQ_ADDRESS", "TQ_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    tq.init({"dataplane": {"capacity_bytes": 32 << 20}})
+    yield
+    tq.close()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the commands that clients send from now on."""
+    names: list[str] = []
+    begin = Calls.begin
+
+    def seen(self: Calls, command: Any, timeout_s: float | None = None) -> Any:
+        names.append(type(command).__name__)
+        return begin(self, command, timeout_s)
+
+    monkeypatch.setattr(Calls, "begin", seen)
+    return names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,39 +13,15 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import dataplane.compat.transfer_queue as tq
-from dataplane.client.rpc.pending_calls import Calls
 from dataplane.compat.transfer_queue import operations
 from dataplane.compat.transfer_queue.columns import ENCODED
 from tests.compat.runner import plain
 from tests.restarts import wait_until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("service")]
 
 Put = Callable[[str], Any]
 """Puts samples into a partition."""
-
-
-@pytest.fixture(autouse=True)
-def _service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TQ_ADDRESS", "TQ_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    tq.init({"dataplane": {"capacity_bytes": 32 << 20}})
-    yield
-    tq.close()
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the commands that clients send from now on."""
-    names: list[str] = []
-    begin = Calls.begin
-
-    def seen(self: Calls, command: Any, timeout_s: float | None = None) -> Any:
-        names.append(type(command).__name__)
-        return begin(self, command, timeout_s)
-
-    monkeypatch.setattr(Calls, "begin", seen)
-    return names
 
 
 def short_begins(sent: list[str], put: Callable[[int], Any]) -> None:

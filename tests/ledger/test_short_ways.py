@@ -77,7 +77,11 @@ class Twins(Driver):
     def compare_located(self, call: c.Call, short: c.RowsLocated, general: c.Located) -> None:
         """Check that both answers say the same, and let the second ledger keep the first one."""
         if short.general is None:
-            columns = decode_plan(call.command.plan).columns  # type: ignore[attr-defined]
+            plan = decode_plan(call.command.plan)  # type: ignore[attr-defined]
+            columns = plan.columns
+            if plan.complete:
+                partition = self.general._state.partitions[call.command.partition]  # type: ignore[attr-defined]
+                assert set(partition.common_fields(general.rows)) == set(plan.names)
             assert (short.rows, short.generations) == (tuple(general.rows), tuple(general.generations))
             assert [each.name for each in general.fields] == [each.name for each in columns]
             assert [each.spec for each in general.fields] == [each.spec for each in columns]
@@ -120,10 +124,11 @@ class Twins(Driver):
         assert fingerprint(self.ledger) == fingerprint(self.general)
 
 
-def plan_of(names: list[str], *, by_schema: bool = True, **other: FieldSpec) -> bytes:
+def plan_of(names: list[str], *, by_schema: bool = True, complete: bool = False, **other: FieldSpec) -> bytes:
     """The plan of these columns of `SPECS`, with other specs for some."""
     specs = {**SPECS, **other}
-    return encode_plan(tuple([PlanColumn(name, specs[name], by_schema=by_schema) for name in names]))
+    columns = tuple([PlanColumn(name, specs[name], by_schema=by_schema) for name in names])
+    return encode_plan(columns, complete=complete)
 
 
 class Writer:
@@ -250,7 +255,8 @@ def other_work(driver: Twins, client: Client, chance: random.Random) -> None:
             names = chance.sample(list(SPECS), chance.choice([1, 2, 3]))
             samples, _ = some_samples(client, chance)
             partition = chance.choice(["p", "p", "q"])
-            client.post(c.LocateRows(partition=partition, plan=plan_of(names), **samples))
+            plan = plan_of(names, complete=chance.random() < 0.5)
+            client.post(c.LocateRows(partition=partition, plan=plan, **samples))
             if chance.random() < 0.8:
                 client.raw(c.Release(located=client.last_call_id))
         case 7:
@@ -377,6 +383,11 @@ def unread(*arguments: Any) -> c.RowsLocated | None:
     return None if located is None else msgspec.structs.replace(located, offsets=located.offsets[::-1])
 
 
+def incomplete(state: State, session: Session, call_id: int, command: c.LocateRows) -> c.RowsLocated | None:
+    plan = encode_plan(decode_plan(command.plan).columns)
+    return locate_rows(state, session, call_id, msgspec.structs.replace(command, plan=plan))
+
+
 create_live = Extents.create_live
 create_one = Rows.create_one
 cut = put_rows_module._cut
@@ -387,6 +398,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "the rest of the space begins too late": (put_rows_module, "_cut", shifted),
     "nothing is pinned": (WAYS, "locate", unpinned),
     "offsets are of other rows": (WAYS, "locate", unread),
+    "a complete plan need not be complete": (WAYS, "locate", incomplete),
 }
 
 

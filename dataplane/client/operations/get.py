@@ -127,6 +127,8 @@ def get_present(
         try:
             existing = np.flatnonzero(located.result.rows >= 0)  # row -1: the sample does not exist
             subsets = subsets_by_field(located.result.fields, existing)
+            if len(existing) == len(ids) and len(subsets) == len(select_fields):
+                remember(session_state, partition, select_fields, located.result)
             columns = [subset.located for each in subsets.values() for subset in each]
             units = _refuse_failed(units_of(columns), failed)
             yield from ensure_known(session_state, units)

@@ -11,10 +11,11 @@ from uuid import uuid4
 import numpy as np
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from dataplane.client.operations import get
+from dataplane.client.operations import get, short_get
 from dataplane.client.operations.field_names import fetch_schema
 from dataplane.client.operations.put import put_rows
-from dataplane.client.operations.sample_names import Names, ids_of
+from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
+from dataplane.client.operations.short_get import ReadPlan
 from dataplane.client.operations.short_put import MAX_ROWS, ShortPut, prepare, store_short
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import Schema, SessionState
@@ -35,6 +36,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import Limits
 from dataplane.ledger import commands as c
+from dataplane.ledger.commands.short import decode_plan, encode_plan
 
 log = logging.getLogger(__name__)
 
@@ -205,21 +207,22 @@ def put(
     name_of("partition_id", partition)
     encoded_tags = tag_columns(tags, len(names))
     ids = ids_of(names)
-    encoded = None if fields is None else columns.to_columns(fields)
+    encoded = {} if fields is None else columns.to_columns(fields)
+    if not encoded:
+        return (yield from _put_tags(session_state, names, ids, partition, encoded_tags, mode, listed=listed))
     # All fields are declared before their first put, in the order of the put: some kinds cannot be
     # inferred from the values, and the partition then keeps a field whose values were all cleared.
-    declared = columns.declared_fields(encoded or {})
-    if declared:
-        try:
-            schema = session_state.schemas.get(partition)
-            if schema is None:
-                schema = yield from fetch_schema(session_state, partition)
-        except PartitionNotFoundError:
-            schema = Schema()
-        if schema.strict:
-            declared = {}  # the service rejects the fields that its schema does not have
-        if any(name not in schema for name in declared):
-            yield extend_partition(session_state, partition, fields=declared)
+    declared = columns.declared_fields(encoded)
+    try:
+        schema = session_state.schemas.get(partition)
+        if schema is None:
+            schema = yield from fetch_schema(session_state, partition)
+    except PartitionNotFoundError:
+        schema = Schema()
+    if schema.strict:
+        declared = {}  # the service rejects the fields that its schema does not have
+    if any(name not in schema for name in declared):
+        yield extend_partition(session_state, partition, fields=declared)
 
     def declare() -> Send:
         """Return the step that declares the fields again, if the partition was cleared meanwhile."""
@@ -244,8 +247,27 @@ def put(
             yield declare()  # also creates the partition
         except SchemaError as error:
             # Each error moves one field to another column or encoding. Then try again.
-            if encoded is None or not columns.to_other_column(encoded, error):
+            if not columns.to_other_column(encoded, error):
                 raise
+
+
+def _put_tags(
+    session_state: SessionState,
+    names: list[str] | NativeMeta,
+    ids: list[str],
+    partition: str,
+    tags: tuple[c.TagColumn, ...],
+    mode: str,
+    *,
+    listed: bool,
+) -> Operation[c.Committed]:
+    """Execute a `put` without fields."""
+    commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=c.Mode(mode), tags=tags, listed=listed)
+    while True:
+        try:
+            return (yield from send_for_samples(ids, commit)).result  # type: ignore[no-any-return]
+        except PartitionNotFoundError:
+            yield extend_partition(session_state, partition)
 
 
 def _short_form(
@@ -305,10 +327,12 @@ def get_keys(
 ) -> Operation[TensorDict]:
     """Return the fields (None: those that all keys have) of these keys; a repeated key gets repeated rows. Missing keys
     and fields that only some keys have are omitted, or an error if strict."""
-    distinct = list(dict.fromkeys(keys))
-    if strict:
+    existing = distinct = list(dict.fromkeys(keys))
+    short = yield from _read_short(session_state, distinct, partition, fields)
+    if short is not None:
+        data = short
+    elif strict:  # a missing key is an error
         data = yield from _read_all(session_state, distinct, partition, fields)
-        existing = distinct  # otherwise `_read_all` has raised an error
     else:
         existing, data = yield from _read_existing(session_state, distinct, partition, fields)
     if not data.keys() or len(distinct) == len(keys):  # no rows to repeat, or no repeated key
@@ -326,6 +350,9 @@ def _read_all(
         fields = listed.result.fields
         if not fields:
             raise _no_fields(partition, keys)
+        data = yield from _read_exactly(session_state, keys, partition, sorted(set(fields)))
+        _remember_all_fields(session_state, partition, sorted(set(fields)))
+        return data
     return (yield from _read_exactly(session_state, keys, partition, sorted(set(fields))))
 
 
@@ -349,12 +376,15 @@ def _read_existing(
     """Return those of `keys` that exist, and the fields (None: all) that each of these has. The data is empty if there
     is no such field. Missing keys and fields are logged. `StorageKeyNotFoundError` if no key exists, or if the existing
     keys have no field in common."""
+    all_fields = fields is None
     try:
         if fields is None:
             fields = (yield from list_samples_of_keys(session_state, keys, partition)).fields
         requested = sorted(set(fields))  # as in the original, whatever the caller's order
         if requested:
             positions, read = yield from get.get_present(session_state, keys, partition, requested)
+            if all_fields:
+                _remember_all_fields(session_state, partition, requested)
             existing = [keys[position] for position in positions]
             data = columns.from_columns(read)
         else:  # no fields to read: find the existing keys
@@ -376,6 +406,49 @@ def _read_existing(
     if not (yield from list_samples_of_keys(session_state, existing, partition)).fields:
         raise _no_fields(partition, keys)
     return existing, _no_data()
+
+
+ALL_FIELDS = ("", "")
+"""Under these names, which no read can have, a session remembers the plan of reads of all fields."""
+
+
+class _PlanOfAllFields(ReadPlan):
+    """The plan of reads of all fields that the samples have. plan: that of reads of these fields."""
+
+    def __init__(self, plan: ReadPlan) -> None:
+        self.key = (plan.key[0], *ALL_FIELDS)
+        self.columns = plan.columns
+        self.encoded = encode_plan(decode_plan(plan.encoded).columns, complete=True)
+
+
+def _remember_all_fields(session_state: SessionState, partition: str, fields: Sequence[str]) -> None:
+    """After a read of all fields, which were these, let further ones take the short way if possible."""
+    plan = session_state.read_plans.get((partition, *fields))
+    if plan is not None:
+        session_state.read_plans.setdefault((partition, *ALL_FIELDS), _PlanOfAllFields(plan))
+
+
+def _read_short(
+    session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
+) -> Operation[TensorDict | None]:
+    """Return the fields (None: all) of these keys, the short way (see `short_get`). None if a key or
+    field is missing, or if the fields are not known from an earlier read."""
+    requested = ALL_FIELDS if fields is None else sorted(set(fields))
+    plan = short_get.prepare(session_state, keys, partition, requested)
+    if plan is None:
+        return None
+    data = yield from short_get.get_short(session_state, keys, partition, plan, _not_read)
+    if data is not None:
+        return columns.from_columns(data)
+    if fields is None:  # the specs of its fields may have changed, too
+        session_state.read_plans.pop((partition, *[column.name for column in plan.columns]), None)
+    return None
+
+
+def _not_read() -> Operation[Any]:
+    """An operation that does nothing."""
+    return None
+    yield
 
 
 def _no_data() -> TensorDict:

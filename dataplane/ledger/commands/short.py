@@ -1,8 +1,9 @@
 """The short forms of `Commit` and `Locate` for a few samples.
 
-Their `plan` has the columns, encoded once for many commands; `encode_plan` makes it. They name
-samples by `ids`, or by `rows` and `generations`. Values of several columns follow each other in one
-tuple: those of the first column, one for each sample, then those of the second one, and so on."""
+Their `plan` has the columns, encoded once for many commands; `encode_plan` makes it. That of a
+`LocateRows` can be complete: it has all fields that all of the samples have. They name samples by
+`ids`, or by `rows` and `generations`. Values of several columns follow each other in one tuple:
+those of the first column, one for each sample, then those of the second one, and so on."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
 class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
     """Locate and pin a few samples, as the `Locate` that `expand` returns, until the client confirms
     the answer, which it does after its read, instead of a `Release`. Answered `RowsLocated`, in its
-    short form only if the fields have the specs of the plan."""
+    short form only if the fields have the specs of the plan, and a complete plan is still
+    complete."""
 
     partition: str
     plan: bytes
@@ -152,10 +154,12 @@ class PlanColumn:
 
 
 class Plan:
-    """The columns of a short command. Many commands share it."""
+    """The columns of a short command. Many commands share it. complete: the samples have no other
+    fields in common."""
 
-    def __init__(self, columns: tuple[PlanColumn, ...]) -> None:
+    def __init__(self, columns: tuple[PlanColumn, ...], *, complete: bool) -> None:
         self.columns = columns
+        self.complete = complete
         self.names = tuple([column.name for column in columns])
         # The other columns that can hold rows of these fields.
         self.others = frozenset(other for name in self.names for other in columns_of(name)[1:])
@@ -175,14 +179,14 @@ class Plan:
         )
 
 
-def encode_plan(columns: tuple[PlanColumn, ...]) -> bytes:
-    """Encode the columns of short commands, for their `plan`. Equal plans have equal bytes."""
-    return _encode(
-        [
-            _EncodedColumn(column.name, column.spec.kind, column.spec.dtype, column.spec.inner, column.by_schema)
-            for column in columns
-        ]
-    )
+def encode_plan(columns: tuple[PlanColumn, ...], *, complete: bool = False) -> bytes:
+    """Encode the columns of short commands, for their `plan`. Equal plans have equal bytes. That of a
+    complete plan ends with true."""
+    encoded: list[_EncodedColumn | bool] = [
+        _EncodedColumn(column.name, column.spec.kind, column.spec.dtype, column.spec.inner, column.by_schema)
+        for column in columns
+    ]
+    return _encode([*encoded, True] if complete else encoded)
 
 
 @functools.lru_cache(PLANS)
@@ -191,15 +195,18 @@ def decode_plan(plan: bytes) -> Plan:
     if len(plan) > MAX_PLAN_BYTES:
         raise InvalidRequestError(f"a plan of {len(plan)} bytes: it has at most {MAX_PLAN_BYTES}")
     try:
+        decoded = _decode(plan)
         return Plan(
             tuple(
                 PlanColumn(each.name, FieldSpec(each.kind, each.dtype, each.inner), by_schema=each.by_schema)
-                for each in _decode(plan)
-            )
+                for each in decoded
+                if isinstance(each, _EncodedColumn)
+            ),
+            complete=True in decoded,
         )
     except (msgspec.MsgspecError, ValueError) as error:
         raise InvalidRequestError(f"malformed plan: {error}") from error
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[_EncodedColumn, ...]).decode
+_decode = msgspec.msgpack.Decoder(tuple[_EncodedColumn | bool, ...]).decode

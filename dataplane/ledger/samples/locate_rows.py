@@ -14,7 +14,8 @@ from dataplane.ledger.state.state import State
 def locate_rows(state: State, session: Session, call_id: int, command: LocateRows) -> RowsLocated | None:
     """Locate and pin every cell of the samples, as `Reads.locate` does for the expanded command.
     Change nothing and return None for an error, and if the cells have no short form: a field has
-    another spec or rows in hidden columns, or the cells are on several units."""
+    another spec or rows in hidden columns, the cells are on several units, or a complete plan lacks
+    a field that all of the samples have."""
     partition = state.partitions.get(command.partition)
     if partition is None:
         return None
@@ -49,6 +50,8 @@ def locate_rows(state: State, session: Session, call_id: int, command: LocateRow
             checksums += [0] * (len(extents) - len(rows) - len(checksums))
             checksums += field.checksums[rows].tolist()
     if not extents or min(extents) <= 0:  # 0: no cell
+        return None
+    if plan.complete and len(partition.common_fields(rows)) > len(plan.columns):
         return None
     distinct = np.array(sorted(set(extents)), np.int32)
     units = state.extents.units[distinct]
