@@ -151,9 +151,9 @@ class Writer:
     def command(self, samples: dict[str, Any], count: int) -> c.PutRows:
         """A put of random columns and tags of these samples."""
         chance = self.chance
-        names = chance.sample(list(SPECS), chance.choice([1, 2, 2, 3, 4]))
+        names = chance.sample(list(SPECS), chance.choice([0, 1, 2, 2, 3, 4]))
         others: dict[str, FieldSpec] = {}
-        if chance.random() < 0.05:
+        if names and chance.random() < 0.05:
             others = {names[0]: chance.choice([FieldSpec("jagged", "int16", ()), FieldSpec("ragged", "int32")])}
         if chance.random() < 0.02:
             names.append(variants_of("mask"))

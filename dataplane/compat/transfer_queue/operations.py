@@ -48,6 +48,8 @@ ADAPTER = "dataplane.compat.transfer_queue"
 
 MAX_SAMPLES = Limits().samples
 """The maximum number of samples of one claim."""
+NO_COLUMNS = encode_plan(())
+"""The plan of puts of tags."""
 TRIES = 8
 """Attempts at an operation that fails if other clients clear samples meanwhile."""
 
@@ -262,7 +264,22 @@ def _put_tags(
     listed: bool,
 ) -> Operation[c.Committed]:
     """Execute a `put` without fields."""
-    commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=c.Mode(mode), tags=tags, listed=listed)
+    commit: c.PutRows | c.Commit
+    if type(names) is list and 0 < len(ids) <= MAX_ROWS and all(tag.positions is None for tag in tags):
+        commit = c.PutRows(
+            partition=partition,
+            mode=c.Mode(mode),
+            reservation=0,
+            offset=0,
+            plan=NO_COLUMNS,
+            lengths=(),
+            ids=tuple(ids),
+            tags={tag.name: tag.values for tag in tags},
+            listed=listed,
+        )
+    else:
+        samples = samples_of(names, ids)
+        commit = c.Commit(partition=partition, samples=samples, mode=c.Mode(mode), tags=tags, listed=listed)
     while True:
         try:
             return (yield from send_for_samples(ids, commit)).result  # type: ignore[no-any-return]

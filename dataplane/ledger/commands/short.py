@@ -31,7 +31,8 @@ PLANS = 1024
 
 
 class PutRows(Answered[Committed], frozen=True, kw_only=True):
-    """Put a few samples into preallocated space, as the `Commit` that `expand` returns. Answered
+    """Put a few samples into preallocated space, or with a plan of no columns only their tags (then
+    `reservation` and `offset` mean nothing), as the `Commit` that `expand` returns. Answered
     `Committed`.
 
     `lengths` and `checksums` (none: no checksums) are those of the values. `tags` has a value for
@@ -69,8 +70,8 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
             partition=self.partition,
             samples=_samples(self.ids, self.rows, self.generations),
             mode=self.mode,
-            reservation=self.reservation,
-            offset=self.offset,
+            reservation=self.reservation if columns else None,
+            offset=self.offset if columns else None,
             columns=tuple(
                 CommitColumn(
                     name=column.name,

@@ -27,8 +27,7 @@ def put_rows(state: State, session: Session, command: PutRows) -> Committed | No
     """Commit a small put. Change nothing and return None for an error, a partition with a budget, a
     waiting put, new fields, tags or kinds, tables that must grow, and space that is used up."""
     partition = state.partitions.get(command.partition)
-    space = session.reservations.get(command.reservation)
-    if partition is None or type(space) is not Preallocation or not _is_usable(state, space):
+    if partition is None:
         return None
     account_id = partition.account.account_id
     if (
@@ -48,16 +47,20 @@ def put_rows(state: State, session: Session, command: PutRows) -> Committed | No
     sizes = _sizes(state, partition, plan, command, count)
     if sizes is None or not _tags_fit(state, partition, command, count):
         return None
-    piece = _piece_of(space, state.extents, command.offset, sum(sizes))
-    if piece is None or len(sizes) > state.extents.room:
+    place = _find_space(state, session, command, sizes) if sizes else None
+    if sizes and place is None:
         return None
     # Everything is checked now.
     newborn = found.count(-1)
     if newborn:
         _create_rows(state, partition, command.ids, found)
     rows = np.array(found, np.int64)
-    _cut(space, state.extents, piece, command.offset + sum(sizes))
-    written, overwritten_bytes = _write_cells(state, partition, plan, command, space.unit, sizes, rows)
+    written: set[str] = set()
+    overwritten_bytes = 0
+    if place is not None:  # else only tags are put
+        space, piece = place
+        _cut(space, state.extents, piece, command.offset + sum(sizes))
+        written, overwritten_bytes = _write_cells(state, partition, plan, command, space.unit, sizes, rows)
     for name, values in command.tags.items():
         tag = partition.tags.columns[name]
         for row, value in zip(found, values, strict=True):
@@ -81,12 +84,19 @@ def put_rows(state: State, session: Session, command: PutRows) -> Committed | No
     )
 
 
-def _is_usable(state: State, space: Preallocation) -> bool:
-    """Whether the space still exists."""
+def _find_space(state: State, session: Session, command: PutRows, sizes: list[int]) -> tuple[Preallocation, int] | None:
+    """Return the space of the put, and the position of the piece of it that begins at the put's
+    offset and is larger than its values; None if the space no longer exists, or no piece is."""
+    space = session.reservations.get(command.reservation)
+    if type(space) is not Preallocation or space.broken or len(sizes) > state.extents.room:
+        return None
     unit = state.units.get(space.unit)
-    if unit is None or space.broken:
-        return False
-    return unit.offer.epoch == space.epochs[space.unit] and (unit.connected or unit.awaited)
+    if unit is None or unit.offer.epoch != space.epochs[space.unit] or not (unit.connected or unit.awaited):
+        return None
+    for position, piece in enumerate(space.pieces[0]):
+        if piece.offset == command.offset:
+            return (space, position) if 0 < sum(sizes) < state.extents.sizes[piece.extent] else None
+    return None
 
 
 def _find_rows(state: State, partition: Partition, command: PutRows) -> list[int] | None:
@@ -115,15 +125,17 @@ def _find_rows(state: State, partition: Partition, command: PutRows) -> list[int
 
 
 def _sizes(state: State, partition: Partition, plan: Plan, command: PutRows, count: int) -> list[int] | None:
-    """Return the bytes of each column, in whole granules; None for an error, or a column that its
-    field does not hold as it is."""
+    """Return the bytes of each column, in whole granules; none for a put of tags. None for an error,
+    or a column that its field does not hold as it is."""
     lengths = command.lengths
     checksums = command.checksums
     columns = plan.columns
     if count > state.limits.samples or len(columns) > state.limits.columns:
         return None
-    if len(lengths) != count * len(columns) or len(checksums) not in (0, len(lengths)) or not lengths:
+    if len(lengths) != count * len(columns) or len(checksums) not in (0, len(lengths)):
         return None
+    if not lengths:
+        return []
     if (
         min(lengths) < 0
         or max(lengths) > INT32_MAX
@@ -163,15 +175,6 @@ def _tags_fit(state: State, partition: Partition, command: PutRows, count: int) 
             if name == INPUT_LENGTHS and not is_length(value):
                 return False
     return True
-
-
-def _piece_of(space: Preallocation, extents: Extents, offset: int, nbytes: int) -> int | None:
-    """Return the position of the piece of the space that begins at `offset` and is larger than
-    `nbytes`; None if no piece does."""
-    for position, piece in enumerate(space.pieces[0]):
-        if piece.offset == offset:
-            return position if 0 < nbytes < extents.sizes[piece.extent] else None
-    return None
 
 
 def _create_rows(state: State, partition: Partition, ids: tuple[str, ...], found: list[int]) -> None:
