@@ -28,6 +28,9 @@ _SHORT_BYTES = 256
 LONG_BYTES = 128 << 10
 """Copies of at least this size release the GIL; for smaller copies the release costs too much."""
 
+_BLOCK_BYTES = 512 << 10
+"""Padded rows are filled and copied in blocks of at most this size, which fits the cache of a core."""
+
 
 def copy_runs(runs: Iterable[Run]) -> None:
     """Perform the copies one after another in the calling thread (the default `CopyRuns`). Releases the GIL."""
@@ -78,13 +81,16 @@ def gather(
     """
     if not checked:
         check_bounds(buffers, which, offsets, sizes)
-    assert out.nbytes == int(sizes.sum()), (out.nbytes, int(sizes.sum()))
+    assert out.nbytes == int(np.add.reduce(sizes)), (out.nbytes, int(sizes.sum()))
     numbers, starts, stops = merge_runs(which, offsets, sizes)
     # Many short ranges: one vectorized copy is cheaper than a Python step for each.
     if len(starts) > _FEW_RUNS and out.nbytes < len(starts) * _SHORT_BYTES:
         _copy_short_rows(buffers, which, offsets, sizes, out, np.cumsum(sizes) - sizes)
         return
-    _copy_ranges(buffers, zip(numbers, starts, stops, strict=True), out, later)
+    long_copies: list[Run] = [] if later is None else later
+    _copy_ranges(buffers, zip(numbers, starts, stops, strict=True), out, long_copies)
+    if later is None:
+        copy_runs(long_copies)
 
 
 def gather_padded(
@@ -110,51 +116,56 @@ def gather_padded(
     if not out.nbytes:
         return
     flat = out.reshape(-1)
+    if np.minimum.reduce(sizes) == row_bytes:  # there is nothing to fill
+        gather(buffers, which, offsets, sizes, flat, later=later, checked=True)
+        return
+    words = out.view(pad.dtype)
     # Many short rows: as in `gather`, after a fill of all padding at once.
-    if count > _FEW_RUNS and int(sizes.sum()) < count * _SHORT_BYTES:
-        out.view(pad.dtype)[...] = pad
+    if count > _FEW_RUNS and int(np.add.reduce(sizes)) < count * _SHORT_BYTES:
+        words[...] = pad
         _copy_short_rows(buffers, which, offsets, sizes, flat, np.arange(count, dtype=np.int64) * row_bytes)
         return
     numbers = itertools.repeat(0, count) if which is None else which.tolist()
-    # As much padding as the shortest row needs; each row takes a part of it.
-    tail = np.full((row_bytes - int(np.minimum.reduce(sizes))) // pad.itemsize, pad, pad.dtype).view(np.uint8)
-    ranges = zip(numbers, offsets.tolist(), (offsets + sizes).tolist(), strict=False)
-    _copy_ranges(buffers, ranges, flat, later, row_bytes=row_bytes, tail=tail)
+    ranges = list(zip(numbers, offsets.tolist(), (offsets + sizes).tolist(), strict=False))
+    long_copies: list[Run] = [] if later is None else later
+    # A fill of whole rows needs no bytes from memory, and leaves the cache lines for the copies.
+    block = _BLOCK_BYTES // row_bytes
+    if block < 2:  # the rows do not fit the cache: fill only what they leave
+        for row, nbytes in zip(words, sizes.tolist(), strict=True):
+            row[nbytes // pad.itemsize :] = pad
+        _copy_ranges(buffers, ranges, flat, long_copies, row_bytes=row_bytes)
+    else:
+        for first in range(0, count, block):
+            last = first + block
+            words[first:last] = pad
+            target = flat[first * row_bytes : last * row_bytes]
+            _copy_ranges(buffers, ranges[first:last], target, long_copies, row_bytes=row_bytes)
+    if later is None:
+        copy_runs(long_copies)
 
 
 def _copy_ranges(
     buffers: Sequence[UInt8s],
     ranges: Iterable[tuple[int, int, int]],
     out: UInt8s,
-    later: list[Run] | None,
+    long_copies: list[Run],
     *,
-    row_bytes: int = 0,
-    tail: UInt8s | None = None,
+    row_bytes: int | None = None,
 ) -> None:
-    """Copy `buffers[number][start:stop]` of each range (number, start, stop) to `out`, back to back. With `tail`, pad
-    each range from `tail` to `row_bytes`. Long copies are appended to `later`, or made at the end if it is None."""
+    """Copy `buffers[number][start:stop]` of each range (number, start, stop) to `out`, back to back, or with
+    `row_bytes` to the start of every so many bytes. Copies of at least `LONG_BYTES` are only appended to
+    `long_copies`."""
     # Slices of memoryviews are cheaper than slices of arrays.
     sources = [buffer.data for buffer in buffers]
     target = out.data
-    tail_view = None if tail is None else tail.data
-    long_copies: list[Run] = [] if later is None else later
     position = 0
     for number, start, stop in ranges:
         end = position + stop - start
-        if end - position < LONG_BYTES:
+        if stop - start < LONG_BYTES:
             target[position:end] = sources[number][start:stop]
         else:
             long_copies.append((out[position:end], buffers[number][start:stop]))
-        if tail is None or tail_view is None:  # both are None, or neither
-            position = end
-            continue
-        position += row_bytes
-        if position - end < LONG_BYTES:
-            target[end:position] = tail_view[: position - end]
-        else:
-            long_copies.append((out[end:position], tail[: position - end]))
-    if later is None:
-        copy_runs(long_copies)
+        position = end if row_bytes is None else position + row_bytes
 
 
 def check_bounds(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> None:

@@ -507,10 +507,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     copied: list[int] = []
     place, scatter = row_copy._copy_ranges, row_copy._copy_short_rows
 
-    def placed(buffers: Any, runs: Any, *more: Any, **padded: Any) -> None:
-        runs = list(runs)
-        copied.extend(stop - start for _, start, stop in runs)
-        place(buffers, runs, *more, **padded)
+    def placed(buffers: Any, ranges: Any, *more: Any, **padded: Any) -> None:
+        ranges = list(ranges)
+        copied.extend(stop - start for _, start, stop in ranges)
+        place(buffers, ranges, *more, **padded)
 
     def scattered(buffers: Any, which: Any, offsets: Any, sizes: Any, *more: Any) -> None:
         copied.append(int(sizes.sum()))
