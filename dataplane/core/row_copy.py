@@ -44,8 +44,8 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
 
     Empty rows are skipped. `which` has the buffer number of each row; None means that all rows are in one buffer.
     """
-    filled = sizes > 0
-    if not filled.all():
+    if len(sizes) and np.minimum.reduce(sizes) <= 0:
+        filled = sizes > 0
         offsets = offsets[filled]
         sizes = sizes[filled]
         which = None if which is None else which[filled]
@@ -55,7 +55,7 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
     breaks = offsets[1:] != ends[:-1]  # whether a new range begins at row i + 1
     if which is not None:
         breaks |= which[1:] != which[:-1]
-    if not breaks.any():
+    if not np.count_nonzero(breaks):
         return [0 if which is None else int(which[0])], [int(offsets[0])], [int(ends[-1])]
     firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lasts = np.concatenate((firsts[1:], [len(offsets)])) - 1

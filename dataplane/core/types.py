@@ -142,13 +142,14 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
             case _:
                 return self.dtype is not None and self.inner is not None
 
-    @functools.cached_property
+    @property
     def unit_bytes(self) -> int:
         """Bytes per unit of a cell's length. The unit is one element of a jagged row, a whole dense row (length 1), or
         one byte for other kinds."""
-        if self.kind in (FieldKind.DENSE, FieldKind.JAGGED):
-            assert self.settled, self
-            return DTYPE_BYTES[self.dtype or ""] * math.prod(self.inner or ())
+        if self.kind is FieldKind.JAGGED or self.kind is FieldKind.DENSE:
+            assert self.dtype is not None, self
+            assert self.inner is not None, self
+            return DTYPE_BYTES[self.dtype] * math.prod(self.inner)
         return 1
 
     def accepts(self, other: FieldSpec) -> bool:

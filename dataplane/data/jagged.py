@@ -345,13 +345,14 @@ def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -
 
     These are the columns that `schema.TOKEN_ALIGNED_FIELDS` does not name, and whose row lengths differ from `tokens`
     `[N]` and from those of every column that the schema names. Empty if there is neither."""
-    references = [lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS]
-    if tokens is not None:
+    others = [name for name in columns if name not in TOKEN_ALIGNED_FIELDS]
+    references = [lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS] if others else []
+    if others and tokens is not None:
         references.append(np.asarray(tokens))
     return frozenset(
         name
-        for name, lengths in columns.items()
-        if references and not any(np.array_equal(lengths, reference) for reference in references)
+        for name in others
+        if references and not any(np.array_equal(columns[name], reference) for reference in references)
     )
 
 
@@ -380,7 +381,7 @@ def checked_pads(pad_value_dict: Any) -> Mapping[str, Any]:
 def padded_width(lengths: Int64s, width: int) -> int:
     """Return the width to pad rows of `lengths` to: `width`, or the longest row if `width` is 0. InvalidRequestError if
     `width` is negative, or too small for the longest row."""
-    longest = int(lengths.max()) if len(lengths) else 0
+    longest = int(np.maximum.reduce(lengths)) if len(lengths) else 0
     if width and width < longest:
         raise InvalidRequestError(
             f"cannot pad to length {width}: the longest row has {longest} elements; pad to at least {longest}"
@@ -428,8 +429,16 @@ def _is_within(number: int | float, dtype: torch.dtype) -> bool:
     return number != number or abs(number) <= torch.finfo(dtype).max
 
 
+_ZERO = {itemsize: np.zeros((), word) for itemsize, word in WORD_TYPES.items()}
+"""The bits of 0 in any dtype, by its size."""
+for _element in _ZERO.values():
+    _element.flags.writeable = False
+
+
 def pad_element(pad_value: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     """Return the bits of `pad_value` in `dtype` as a read-only 0-d array of the dtype in `row_copy.WORD_TYPES`."""
+    if type(pad_value) is int and not pad_value:
+        return _ZERO[dtype.itemsize]
     scalar = pad_scalar(pad_value, dtype)
     return _bits_of(repr(scalar), scalar, dtype)
 

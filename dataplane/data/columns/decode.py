@@ -34,7 +34,7 @@ from dataplane.core.row_copy import (
     merge_runs,
 )
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
-from dataplane.data.columns.row_source import RowSource
+from dataplane.data.columns.row_source import RowSource, check_together
 from dataplane.data.columns.values import RaggedValues, Values, ragged_header_bytes, row_values
 from dataplane.data.jagged import checked_pads, jagged_from_values, pad_element, padded_width
 from dataplane.data.object_codec import decode_object, object_array
@@ -202,6 +202,7 @@ def decode_columns(
 ) -> dict[str, Column]:
     """Decode every column as `decode` does, or with `copy=False` as views where `decode_views` supports them. Jagged
     columns of equal lengths share one offsets tensor."""
+    check_together(sources.values())
     offsets = SharedOffsets()
     copies = _Copies()
     columns: dict[str, Column] = {}
@@ -231,6 +232,7 @@ def decode_batch(
     if layout != "padded":
         raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
     pads = checked_pads(pad_value_dict)
+    check_together(sources.values())
     offsets = SharedOffsets()
     copies = _Copies()
     columns: dict[str, Column] = {}
@@ -325,7 +327,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
 def _allocate_values(source: RowSource, empty: Empty) -> tuple[Tensor, UInt8s]:
     """Allocate a tensor `[sum of the lengths, *inner]` for the values of all rows. Return it and its bytes."""
     spec, sizes = source.spec, source.sizes  # `sizes` checks the lengths before the allocation
-    total = int(source.lengths.sum()) if len(sizes) else 0
+    total = int(np.add.reduce(source.lengths)) if len(sizes) else 0
     return empty((total, *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
 
 
@@ -428,11 +430,12 @@ def checked(
     sources: Mapping[str, RowSource], located: Sequence[FieldLocations], partition: str, samples: Sequence[str]
 ) -> dict[str, RowSource]:
     """Return `sources` with a check for every field that has checksums; its rows are verified when they are read."""
-    checks = {field.name: FieldCheck(partition, samples, field) for field in located if field.checksums is not None}
-    return {
-        name: dataclasses.replace(source, check=checks[name]) if name in checks else source
-        for name, source in sources.items()
-    }
+    verified = dict(sources)
+    for field in located:
+        if field.checksums is not None:
+            check = FieldCheck(partition, samples, field)
+            verified[field.name] = dataclasses.replace(sources[field.name], check=check)
+    return verified
 
 
 class StoredSubset(NamedTuple):

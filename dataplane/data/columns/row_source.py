@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,9 +36,10 @@ class Check(Protocol):
     def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class RowSource:
-    """Memory locations of the N rows of one column, in the buffers from which they are decoded.
+    """Memory locations of the N rows of one column, in the buffers from which they are decoded. Not changed once it is
+    made; `frozen` would take three times as long to make it.
 
     spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
     (None: all rows are in the first one). offsets: `[N]` int64 byte offsets into the buffer. lengths: `[N]` int64 in
@@ -83,6 +84,10 @@ class RowSource:
             raise self._outside_error(entry)
         return sizes
 
+    def set_checked_sizes(self, sizes: Int64s) -> None:
+        """Set `sizes`, which the caller has checked as `sizes` does."""
+        vars(self)["sizes"] = sizes
+
     @property
     def stored_sizes(self) -> Int64s:
         """Sizes of the entries in their buffers in bytes, with the unselected ones of whole elements. Raises as
@@ -96,7 +101,7 @@ class RowSource:
         whole = self.lengths * self.part.whole.unit_bytes
         return whole if self.which is None else np.where(self.which < self.whole_buffers, whole, sizes)
 
-    @functools.cached_property
+    @property
     def row_lengths(self) -> Int64s:
         """`[N]` int64 lengths of the rows."""
         return self.lengths if self.pieces == 1 else self.lengths.reshape(-1, self.pieces).sum(axis=1)
@@ -206,3 +211,32 @@ class RowSource:
                 self.part.bytes.copy(buffer, offset, elements, destination)
             else:
                 deferred_runs.append((destination, buffer[offset : offset + selected_bytes]))
+
+
+def check_together(sources: Collection[RowSource]) -> None:
+    """Check the rows of all sources and set their `sizes`, in one pass, if all of them are whole rows of one buffer.
+    Do nothing otherwise, or if a row is outside of the buffer: `sizes` checks each source by itself."""
+    columns = len(sources)
+    first = next(iter(sources), None)
+    if first is None or len(first.buffers) != 1 or columns < 2:
+        return
+    for source in sources:
+        if source.which is not None or source.part is not None or source.buffers is not first.buffers:
+            return
+        if len(source.lengths) != len(first.lengths):  # some have several entries in each row
+            return
+    units = [source.spec.unit_bytes for source in sources]
+    lengths = np.concatenate([source.lengths for source in sources])
+    offsets = np.concatenate([source.offsets for source in sources])
+    if not len(lengths) or np.minimum.reduce(lengths | offsets) < 0:
+        return
+    longest = int(np.maximum.reduce(lengths))
+    if longest > MAX_LENGTH or longest * max(units) > 1 << 62:  # the sizes could overflow
+        return
+    sizes = lengths.reshape(columns, -1) * np.array(units)[:, None]
+    left = first.buffers[0].nbytes - sizes.reshape(-1)
+    # In this order: with a negative `left`, the difference could overflow.
+    if np.minimum.reduce(left) < 0 or np.minimum.reduce(left - offsets) < 0:
+        return
+    for source, source_sizes in zip(sources, sizes, strict=True):
+        source.set_checked_sizes(source_sizes)
