@@ -47,17 +47,15 @@ class Reads:
             partition.field(name)
         located: list[c.FieldLocations] = []
         hidden: list[c.FieldLocations] = []
-        to_pin: list[c.Int32s] = []
+        to_pin: set[int] = set()
         for name in command.fields:
             for column, field, cells in self._present_cells(partition, name, rows):
                 locations = self._locations(session, column, field, rows, cells)
                 (located if column == name else hidden).append(locations)
-                to_pin.append(cells[0])
+                to_pin |= _distinct(cells[0])
         if len(rows) and located:
-            pinned = np.concatenate(to_pin)
-            if hidden:  # extent 0: the row has no cell in this column
-                pinned = pinned[pinned > 0]
-            pinned = np.unique(pinned) if len(pinned) > 1 else pinned
+            to_pin.discard(0)  # of rows without a cell in a hidden column
+            pinned = np.array(sorted(to_pin), np.int32)
             self.state.extents.pin(pinned)
             session.pins[call_id] = pinned
         return c.Located(
@@ -276,6 +274,13 @@ class Reads:
             pressed=account.pressed,
             tasks=tuple(task_stats(partition, task) for task in partition.tasks.values()),
         )
+
+
+def _distinct(extents: c.Int32s) -> set[int]:
+    """Return the distinct extents. Those of a column are often all the same, as values of one put."""
+    if len(extents) and every(extents == extents[0]):
+        return {int(extents[0])}
+    return set(extents.tolist())
 
 
 def _checksums_to_compare(state: State, session: Session, checksums: c.UInt32s, units: c.Int32s) -> c.UInt32s | None:

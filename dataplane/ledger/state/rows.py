@@ -46,6 +46,9 @@ class Rows:
 
     def holds(self, rows: Int64s, generations: Int64s) -> Bools:
         """Return which of these handles, (rows[i], generations[i]), refer to live samples."""
+        if len(rows) and np.minimum.reduce(rows) >= 0 and np.maximum.reduce(rows) < len(self.names):
+            held: Bools = (self.generations[rows] == generations) & (generations > 0)
+            return held
         valid = (rows >= 0) & (rows < len(self.names)) & (generations > 0)  # invalid handles may have any numbers
         if not len(self.generations):
             return valid  # there are no rows: all flags are false
