@@ -15,7 +15,7 @@ CALLS = {
     "get": {"client": 56, "ledger": 44},
     "claim": {"client": 50, "ledger": 77},
     "set_tags": {"client": 45, "ledger": 45},
-    "clear": {"client": 39, "ledger": 78},
+    "clear": {"client": 39, "ledger": 54},
 }
 """Calls of a lone operation on one sample, in the calling thread and in the ledger thread, without ticks."""
 

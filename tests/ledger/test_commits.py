@@ -28,7 +28,7 @@ from dataplane.errors import (
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.state.extents import Extents, Several
-from dataplane.ledger.state.fields import Field
+from dataplane.ledger.state.fields import Field, erase
 from tests.ledger.driver import BYTES, MIB, Client, Driver, by_ids, commit_columns, handles
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.values import canonical
@@ -405,9 +405,9 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     account = extents.open_account()
     account.live_bytes = 192
     extents.make_live(extent_id, 3, Several(field, rows, 186, account))
-    extents.release_cells(*field.erase(np.array([0])), account)
+    extents.release_cells(*erase([field], np.array([0])), account)
     assert extents.ranges() == [(1, 64, 128)]
-    extents.release_cells(*field.erase(np.array([2])), account)
+    extents.release_cells(*erase([field], np.array([2])), account)
     assert extents.ranges() == [(1, 64, 64)]
     assert account.live_bytes == 64
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import random
-from collections import Counter
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from dataplane.errors import SampleNotFoundError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding.image import FORMAT, ImageError, dump, load
-from dataplane.ledger.state.arrays import every, some, tally, top
+from dataplane.ledger.state.arrays import as_slice, every, some, tally, top
 from tests.ledger.driver import Client, Driver, by_ids, handles
 from tests.ledger.fingerprint import digest, fingerprint
 from tests.ledger.values import canonical
@@ -299,19 +298,21 @@ def test_an_image_of_something_else_is_no_ledger() -> None:
 
 
 INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)
-PAIRS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1 << 40)), min_size=1, max_size=30)
 
 
-@given(PAIRS)
-def test_a_tally_is_the_count_and_the_sum_of_each_key(pairs: list[tuple[int, int]]) -> None:
-    keys, amounts = zip(*pairs, strict=True)
-    distinct, counts, sums = tally(np.array(keys, np.int32), np.array(amounts, np.int64))
-    total: Counter[int] = Counter()
-    for key, amount in pairs:
-        total[key] += amount
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_a_tally_is_the_count_of_each_key(keys: list[int]) -> None:
+    distinct, counts = tally(np.array(keys, np.int32))
     assert distinct.tolist() == sorted(set(keys))
     assert counts.tolist() == [keys.count(key) for key in distinct.tolist()]
-    assert sums.tolist() == [total[key] for key in distinct.tolist()]
+
+
+@given(st.lists(st.integers(0, 8), unique=True, max_size=8))
+def test_a_slice_selects_what_the_numbers_select(numbers: list[int]) -> None:
+    index = as_slice(np.array(numbers, np.int64))
+    assert np.arange(9)[index].tolist() == numbers
+    consecutive = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else False
+    assert isinstance(index, slice) == consecutive
 
 
 @given(st.lists(INTEGERS, max_size=6))

@@ -193,7 +193,7 @@ class Evictions:
         extent_ids = np.concatenate(cells)
         counts = np.tile(np.arange(1, len(rows) + 1), len(cells))
         order = np.lexsort((counts, extent_ids))  # by extent, then by row
-        distinct, live, _ = tally(extent_ids[order], counts[order])
+        distinct, live = tally(extent_ids)
         last = counts[order][live.cumsum() - 1]  # the extent is freed with its last row
         complete = live == extents.live[distinct]  # no live cell of the extent belongs to another row
         distinct = distinct[complete]

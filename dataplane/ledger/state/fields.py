@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from dataplane.core.plain_numbers import joined_dtype
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.ledger.commands import Int32s, Int64s, UInt32s
-from dataplane.ledger.state.arrays import every, grown, some, top
+from dataplane.ledger.state.arrays import as_slice, every, grown, some, top
 
 INT32_MAX = (1 << 31) - 1
+_NO_EXTENTS: Int32s = np.zeros(0, np.int32)
 _NO_BYTES: Int64s = np.zeros(0, np.int64)
 
 
@@ -41,6 +44,11 @@ class Field:
         """Set the current spec."""
         self.spec = spec
         self.unit_bytes = spec.unit_bytes if spec.settled else 0
+
+    def reset(self) -> None:
+        """Return to the state after the declaration, because the last cell was removed."""
+        self.checksums = None
+        self.settle(self.declared or FieldSpec())
 
     def settle_for_put(self, spec: FieldSpec) -> None:
         """Set the current spec after a put of values of `spec`. Objects remain plain numbers while every put is."""
@@ -85,25 +93,49 @@ class Field:
             self.checksums[rows] = 0 if checksums is None else checksums
         return old, old_bytes
 
-    def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
-        """Remove the cells of `rows`. Return (extents, bytes) of the removed cells, aligned with `rows`; extent 0 means
-        that the row had no cell."""
-        old = self.extents[rows]
-        old_bytes = self.lengths[rows].astype(np.int64) * self.unit_bytes
-        self.live -= int(np.count_nonzero(old))
-        self.extents[rows] = 0
-        self.lengths[rows] = 0
-        if not self.live:  # return to the state after the declaration
-            self.checksums = None
-            self.settle(self.declared or FieldSpec())
-        return old, old_bytes
-
     def lengths_of(self, rows: Int64s) -> Int64s:
         return self.lengths[rows].astype(np.int64)
 
     def bytes_of(self, rows: Int64s) -> Int64s:
         """Return the size in bytes of each row's cell, 0 for a row without cell."""
         return self.lengths_of(rows) * self.unit_bytes
+
+
+def erase(fields: Iterable[Field], rows: Int64s) -> tuple[Int32s, Int64s]:
+    """Remove the cells of `rows` (no repeats) in these fields. Return (extents, bytes) of the removed cells; extent 0
+    means that there was no cell."""
+    extents = [_NO_EXTENTS]
+    nbytes = [_NO_BYTES]
+    index = as_slice(rows)
+    for field in fields:
+        old = field.extents[index]
+        removed = int(np.count_nonzero(old))
+        if removed:
+            extents.append(old.copy())  # `old` may be a view
+            nbytes.append(np.multiply(field.lengths[index], field.unit_bytes, dtype=np.int64))
+            field.extents[index] = 0
+            field.lengths[index] = 0
+            field.live -= removed
+            if not field.live:
+                field.reset()
+    return np.concatenate(extents), np.concatenate(nbytes)
+
+
+def erase_row(fields: Iterable[Field], row: int) -> tuple[Int32s, Int64s]:
+    """Remove the cells of one row as `erase` does, which takes several times as long for it."""
+    extents = []
+    nbytes = []
+    for field in fields:
+        extent = field.extents.item(row)
+        if extent:
+            extents.append(extent)
+            nbytes.append(field.lengths.item(row) * field.unit_bytes)
+            field.extents[row] = 0
+            field.lengths[row] = 0
+            field.live -= 1
+            if not field.live:
+                field.reset()
+    return np.array(extents, np.int32), np.array(nbytes, np.int64)
 
 
 def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:

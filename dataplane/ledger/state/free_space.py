@@ -78,7 +78,7 @@ class FreeSpace:
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free [offset, offset + nbytes). Asserts that the range was in use."""
-        size = granules_up(nbytes)
+        size = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         assert size > 0, nbytes
         assert offset % GRANULE_BYTES == 0, offset
         assert offset >= 0, offset

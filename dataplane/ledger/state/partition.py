@@ -14,7 +14,7 @@ from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampl
 from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
 from dataplane.ledger.state.arrays import Bools, first_true, some
 from dataplane.ledger.state.extents import Extents
-from dataplane.ledger.state.fields import Field
+from dataplane.ledger.state.fields import Field, erase, erase_row
 from dataplane.ledger.state.rows import Rows
 from dataplane.ledger.state.tags import Tags
 from dataplane.ledger.state.tasks import ReadyIndex, Task
@@ -213,14 +213,12 @@ class Partition:
         """Erase the cells of the rows in the field's other columns, because `column` was written for them. Return the
         (extents, bytes) of the erased cells."""
         name = field_of(column)
-        dead = []
-        for other in columns_of(name):
-            field = None if other == column else self.fields.get(other)
-            if field is not None and field.live:
-                dead.append(field.erase(rows))
-        if dead:
-            self._restore_kind(name)
-        return [cells for cells in dead if cells[0].any()]
+        others = [field for field in self.columns_of(name) if field is not self.fields[column]]
+        if not others:
+            return []
+        dead = erase(others, rows)
+        self._restore_kind(name)
+        return [dead] if len(dead[0]) else []
 
     def widen(self, name: str) -> Field:
         """Begin a new column for the field, whose next rows do not fit its kind, and return it. The present rows stay
@@ -241,6 +239,13 @@ class Partition:
             return False
         hidden = self.fields.get(_earlier_column(name, field))
         return hidden is None or not hidden.live
+
+    def _remove_empty_columns(self) -> None:
+        """Remove the columns without cells that the schema does not have, after cells were removed."""
+        if not self.is_plain:
+            for name in self.names():
+                self._restore_kind(name)
+        self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
 
     def _restore_kind(self, name: str) -> None:
         """If the field's last rows of its present kind are gone, return it to the kind of the remaining ones."""
@@ -312,7 +317,11 @@ class Partition:
 
     def resolve_living(self, samples: Samples) -> Int64s:
         """Return the rows of the existing samples without repeats, in the command's order."""
-        return unrepeated(self.living(samples)[1])
+        rows = self.living(samples)[1]
+        if len(rows) < 2:
+            return rows
+        firsts = np.unique(rows, return_index=True)[1]
+        return rows if len(firsts) == len(rows) else rows[np.sort(firsts)]
 
     def targeted(self, rows: Int64s) -> Bools:
         """Return which of these live rows are named by active puts. Searches the shorter of the two lists."""
@@ -350,22 +359,21 @@ class Partition:
         """Remove these live samples (no repeats) with their cells, tags and claims."""
         if not len(rows):
             return
-        positions = self.rows.positions[rows]
         for ready_index in self.interests.values():
-            indexed = positions[positions < ready_index.high]  # at `high` and above, no flag is set
-            ready_index.set(indexed, np.zeros(len(indexed), np.bool_))
+            ready_index.unset(self.rows.positions[rows])
         for task in self.tasks.values():
             task.give_back(rows)
         self.tags.drop(rows)
-        self.notify_watches(rows)
-        dead = [field.erase(rows) for field in self.fields.values() if field.live]
-        if not self.is_plain:
-            for name in self.names():
-                self._restore_kind(name)
-        # A field that the schema does not have ends with its last cell.
-        self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
+        if self.watches:
+            self.notify_watches(rows)
+        fields = self.fields.values()
+        dead = erase_row(fields, int(rows[0])) if len(rows) == 1 else erase(fields, rows)
+        self.extents.release_cells(*dead, self.account)
+        for field in self.fields.values():
+            if not field.live:
+                self._remove_empty_columns()
+                break
         self.rows.remove(rows)
-        self.release_cells(dead)
 
     def clear_lost(self, rows: Int64s, cause: str) -> None:
         """Remove these live samples (no repeats) because their data was lost. Later errors about them name `cause`."""
@@ -381,7 +389,7 @@ class Partition:
         self.extents.close_account(self.account)
 
     def release_cells(self, dead: list[tuple[Int32s, Int64s]]) -> None:
-        """Account for dead cells: (extents, bytes) as returned by `Field.write` and `Field.erase`."""
+        """Account for dead cells: (extents, bytes) as returned by `Field.write` and `erase`."""
         if len(dead) == 1:
             self.extents.release_cells(*dead[0], self.account)
         elif dead:
@@ -461,11 +469,3 @@ class Partition:
 def _earlier_column(name: str, field: Field) -> str:
     """Return the name of the column for the field's present rows after its kind has widened."""
     return f"{name}{HIDDEN}{field.spec.kind}"
-
-
-def unrepeated(rows: Int64s) -> Int64s:
-    """Return the rows without repeats, in order of first appearance."""
-    if len(rows) < 2:
-        return rows
-    firsts = np.unique(rows, return_index=True)[1]
-    return rows if len(firsts) == len(rows) else rows[np.sort(firsts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ class Rows:
 
     def find(self, ids: Sequence[str]) -> Int64s:
         """Return the rows of `ids`, -1 for ids without a live sample."""
-        get = self.ids.get
-        return np.array([get(name, -1) for name in ids], np.int64)
+        return np.fromiter(map(self.ids.get, ids, repeat(-1)), np.int64, len(ids))
 
     def holds(self, rows: Int64s, generations: Int64s) -> Bools:
         """Return which of these handles, (rows[i], generations[i]), refer to live samples."""

@@ -51,13 +51,6 @@ class Tag:
         self.count += len(np.unique(fresh) if repeats else fresh)
         self.present[rows] = True
 
-    def unset(self, rows: Int64s) -> None:
-        """Remove the tag from these rows (no repeats)."""
-        self.count -= int(np.count_nonzero(self.present[rows]))
-        self.present[rows] = False
-        if self.values.dtype == object:
-            self.values[rows] = None  # frees the values
-
 
 def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
     """Return the values as an array with the most specific dtype that preserves every value and type."""
@@ -125,9 +118,13 @@ class Tags:
 
     def drop(self, rows: Int64s) -> None:
         """Remove all tags of these rows (no repeats), and the columns that no row has any longer."""
-        for tag in self.columns.values():
-            tag.unset(rows)
-        self.columns = {name: tag for name, tag in self.columns.items() if tag.count}
+        for name, tag in list(self.columns.items()):
+            tag.count -= int(np.count_nonzero(tag.present[rows]))
+            tag.present[rows] = False
+            if tag.values.dtype == object:
+                tag.values[rows] = None  # frees the values
+            if not tag.count:
+                del self.columns[name]
 
     def of(self, rows: Int64s, *, shared: bool = False) -> tuple[TagColumn, ...]:
         """Return the tags of these rows, without tags that none of them has. With `shared`, each of a few different

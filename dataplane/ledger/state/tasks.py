@@ -87,7 +87,8 @@ class Task:
         """Make these rows (no repeats) unclaimed, also acknowledged ones, and end their leases. Return those that were
         claimed."""
         claimed_rows: Int64s = rows[self.claim_ids[rows] != 0]
-        self.end_leases(claimed_rows)
+        if self.ends is not None:
+            self.end_leases(claimed_rows)
         self.claim_ids[claimed_rows] = 0
         self.claimed -= len(claimed_rows)
         return claimed_rows
@@ -198,6 +199,13 @@ class ReadyIndex:
         self.low = low if not self.count else min(self.low, low)
         self.high = high if not self.count else max(self.high, high)
         self.count += len(added)
+
+    def unset(self, positions: Int64s) -> None:
+        """Clear the flags of these positions (no repeats)."""
+        if self.count:
+            positions = positions[positions < self.high]  # at `high` and above, no flag is set
+            self.count -= int(np.count_nonzero(self.flags[positions]))
+            self.flags[positions] = False
 
     def compact(self, remaining: Int64s) -> None:
         """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i. No other position has a set
