@@ -13,7 +13,7 @@ MARGIN = 1.1
 CALLS = {
     "put": {"client": 64, "ledger": 56},
     "get": {"client": 56, "ledger": 44},
-    "claim": {"client": 50, "ledger": 77},
+    "claim": {"client": 50, "ledger": 57},
     "set_tags": {"client": 45, "ledger": 45},
     "clear": {"client": 39, "ledger": 54},
 }

@@ -334,6 +334,36 @@ def test_many_claims_that_wait_cost_who_serves_one_little(
     assert [client.claimed_by(number) for number in waiting[20:]] == [(f"t{i}",) for i in range(CROWD - 20)]
 
 
+class Examined(dict[tuple[int, int], ParkedClaim]):
+    """The parked claims, with a count of those that were looked up."""
+
+    count = 0
+
+    def get(self, key: tuple[int, int], default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+    def __getitem__(self, key: tuple[int, int]) -> ParkedClaim:
+        self.count += 1
+        return super().__getitem__(key)
+
+
+def test_a_put_examines_the_claims_that_it_wakes(crowd: tuple[Driver, Client]) -> None:
+    driver, client = crowd
+    client.register()
+    waiting = [client.waits(client.claim(2 + number, timeout_s=60.0)) for number in range(CROWD)]
+    claims = Examined(driver.ledger._state.claim_waiters)
+    driver.ledger._state.claim_waiters = claims
+    client.put(["a"], {"x": [64]})
+    assert claims.count == 0
+    client.put(["b"], {"x": [64]})
+    assert client.claimed_by(waiting[0]) == ("a", "b")
+    assert claims.count <= 2
+    for number in range(20):
+        client.put([f"s{number}"], {"x": [64]})
+    assert claims.count <= 20
+
+
 # --- pieces that are too small
 
 

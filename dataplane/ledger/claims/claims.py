@@ -128,6 +128,8 @@ class Claims:
             # A step was dealt: claims of its other ranks can be served whatever their watches have counted.
             dealt = partition.dealt
             partition.dealt = False
+            if not servable and not dealt:
+                continue
             for parked in self._in_service_order(watches if dealt else servable):
                 watch = parked.watch
                 assert watch is not None, parked.key
@@ -142,12 +144,19 @@ class Claims:
 
     def _in_service_order(self, watches: Iterable[Watch]) -> Iterator[ParkedClaim]:
         """Yield the claims that wait when the iteration begins: those whose client was heard from within a
-        heartbeat first, and among these the oldest."""
-        heard_limit = self.state.now - self.state.heartbeat_s
-        queues = [[self.state.claim_waiters[key] for key in watch.waiters] for watch in watches]
+        heartbeat first, and among these the oldest. Claims that the caller does not reach are not examined."""
+        queues = [list(watch.waiters) for watch in watches]
         for silent in (False, True):
-            chosen = [[claim for claim in queue if (claim.session.heard < heard_limit) is silent] for queue in queues]
+            chosen = [self._claims_of(keys, silent=silent) for keys in queues]
             yield from heapq.merge(*chosen, key=operator.attrgetter("serial"))
+
+    def _claims_of(self, keys: list[tuple[int, int]], *, silent: bool) -> Iterator[ParkedClaim]:
+        """Yield those of the parked claims whose client was not heard from within a heartbeat (`silent`), or was."""
+        heard_limit = self.state.now - self.state.heartbeat_s
+        for key in keys:
+            claim = self.state.claim_waiters.get(key)  # None: it has its answer
+            if claim is not None and (claim.session.heard < heard_limit) is silent:
+                yield claim
 
     def _servable_watches(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
         """Update the watches. Return those with a claim that may be served now, as an ordered set. The others are
@@ -206,7 +215,9 @@ class Claims:
         task = ready_index.task
         dealt = None if command.step is None else shares.find_selection(task, command)
         if dealt is None:
-            overdue = self._process_overdue_groups(partition, ready_index, command)
+            overdue = selection.NONE_OVERDUE
+            if command.partial_after_s is not None:
+                overdue = self._process_overdue_groups(partition, ready_index, command)
             more_later = overdue.next_at < float("inf")
             if parked.watch is not None:  # it is parked: try again at once while samples are overdue
                 parked.watch.next_at = self.state.now if len(overdue.rows) else overdue.next_at
@@ -248,11 +259,10 @@ class Claims:
         state = self.state
         assert command.step is not None
         dealt = shares.deal_selection(partition, command, chosen, state.serial())
-        task.take(dealt.rows, dealt.claim_id)
+        partition.take(task, dealt.rows, dealt.claim_id)
         hold_s, owner = (shares.HOLD_S, HELD) if command.lease_s is None else (command.lease_s, HELD_ON_LEASE)
         self._begin_lease(partition, task, dealt.rows, dealt.claim_id, owner, hold_s)
         shares.store_selection(task, command.step, dealt, state.limits.steps)
-        partition.update_after_claims(task, dealt.rows)
         partition.dealt = True  # tells `serve_waiting` that other ranks can be served
         state.touch(partition)
         return dealt
@@ -277,8 +287,7 @@ class Claims:
             return result
         task.dropped = []  # the result reports them, once
         if len(rows):
-            task.take(rows, claim_id)
-            partition.update_after_claims(task, rows)
+            partition.take(task, rows, claim_id)
             # Other claims may now take the last, smaller batch, or find a group incomplete.
             state.touch(partition)
             session.unconfirmed[parked.call_id] = UnconfirmedClaim(partition, task, rows.copy(), claim_id)
@@ -305,7 +314,8 @@ class Claims:
         least = batch if command.min_batch_size is None else command.min_batch_size
         if not 1 <= least <= batch:
             raise InvalidRequestError(f"min_batch_size={least}: expected a number from 1 to batch_size={batch}")
-        check_terms(command)
+        if group_size is not None or command.max_lag is not None:
+            check_terms(command)
         if group_size is not None and group_size > least:
             raise InvalidRequestError(
                 f"group_size={group_size}: expected at most {least}, which is min_batch_size, or batch_size without it"
@@ -317,13 +327,17 @@ class Claims:
             )
         if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
-        _check_lease(command.lease_s)
-        _check_shares(command)
-        _check_named_and_peek(command)
+        if command.lease_s is not None:
+            _check_lease(command.lease_s)
+        if command.sampler or command.dp_world is not None or command.step is not None:
+            _check_shares(command)
+        if command.samples is not None or command.peek:
+            _check_named_and_peek(command)
         limits = self.state.limits
-        check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
-        check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
-        check_limit("samples of one claim", batch, limits.samples, "Claim fewer at a time.")
+        if max(len(command.fields), len(command.where)) > limits.columns or batch > limits.samples:
+            check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
+            check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
+            check_limit("samples of one claim", batch, limits.samples, "Claim fewer at a time.")
         for predicate in command.where:
             _check_predicate(predicate)
         if partition.strict:

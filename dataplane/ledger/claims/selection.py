@@ -69,6 +69,8 @@ def _find_candidates(partition: Partition, ready_index: ReadyIndex, command: Cla
     """Return the ready samples that the claim would take, in its order, at most its batch. `released` members make
     their partial group count as whole."""
     row_at = partition.rows.order  # by position in the order of age
+    if command.group_size is None and not command.where and command.max_lag is None:
+        return Chosen(row_at[ready_index.first(command.batch_size, command.order)])
     where = conditions(partition.version, command)
     if command.group_size is not None:
         positions = ready_index.ready() if command.order is Order.OLDEST else ready_index.ready()[::-1]
@@ -79,8 +81,6 @@ def _find_candidates(partition: Partition, ready_index: ReadyIndex, command: Cla
         is_released = np.isin(rows, released) if len(released) else None
         picked = samplers.whole_groups(groups, command.group_size, wanted, is_released)
         return Chosen(rows[picked.positions], picked.units)  # each unit is a group
-    if not where:
-        return Chosen(row_at[ready_index.first(command.batch_size, command.order)])
     # Examine more and more ready samples, until enough match or none is left.
     examined = max(4 * command.batch_size, LOOK)
     while True:
@@ -124,8 +124,8 @@ def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: 
     """Find the overdue partial groups of a claim. A group is partial if fewer than `group_size` of its unclaimed
     members have all fields, and an unclaimed member matches the predicates or may still do so. The age of a
     group is that of its oldest unclaimed member."""
-    if command.partial_after_s is None or command.group_size is None:
-        return NONE_OVERDUE
+    assert command.partial_after_s is not None
+    assert command.group_size is not None
     tags = partition.tags
     where = conditions(partition.version, command)
     rows = partition.rows.in_order()

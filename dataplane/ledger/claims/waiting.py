@@ -39,7 +39,7 @@ def refresh(watch: Watch, partition: Partition) -> None:
 
 def any_may_be_served(watch: Watch, partition: Partition, now: float) -> bool:
     """Return whether any claim of the watch may be served."""
-    return _enough_ready(watch, min(watch.leasts)) or _overdue_or_final(watch, partition, now)
+    return _enough_ready(watch, watch.leasts[0]) or _overdue_or_final(watch, partition, now)
 
 
 def may_serve(watch: Watch, partition: Partition, command: Claim, now: float) -> bool:

@@ -359,8 +359,7 @@ class Partition:
         """Remove these live samples (no repeats) with their cells, tags and claims."""
         if not len(rows):
             return
-        for ready_index in self.interests.values():
-            ready_index.unset(self.rows.positions[rows])
+        self._unset_ready(rows)
         for task in self.tasks.values():
             task.give_back(rows)
         self.tags.drop(rows)
@@ -441,6 +440,20 @@ class Partition:
             if affected:
                 self.refresh(ready_index, rows)
 
+    def take(self, task: Task, rows: Int64s, claim_id: int) -> None:
+        """Claim these rows, which the task has not claimed."""
+        task.take(rows, claim_id)
+        self._unset_ready(rows, task)
+        if self.watches:
+            self.notify_watches(rows, task)
+
+    def _unset_ready(self, rows: Int64s, task: Task | None = None) -> None:
+        """Remove the rows from the ready indexes, or from those of this task."""
+        positions = self.rows.positions[rows]
+        for ready_index in self.interests.values():
+            if task is None or ready_index.task is task:
+                ready_index.unset(positions)
+
     def update_after_claims(self, task: Task, rows: Int64s) -> None:
         """Update the ready indexes of the task, and notify its watches, after the claims of the rows changed."""
         for ready_index in self.interests.values():
@@ -460,6 +473,9 @@ class Partition:
         if not len(rows):
             return ()
         if self.is_plain:
+            if len(rows) == 1:
+                row = int(rows[0])
+                return tuple([name for name, field in self.fields.items() if field.extents.item(row)])
             count = len(rows)
             cells = {name: np.count_nonzero(field.extents[rows]) for name, field in self.fields.items()}
             return tuple([name for name in cells if cells[name] == count])

@@ -6,6 +6,7 @@ decides whether a claim is served.
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,8 @@ class Watch:
         self.command = command
         # The (session, call id) of the claims, oldest first.
         self.waiters: dict[tuple[int, int], None] = {}
-        # For each minimum number of samples, the number of claims with it.
-        self.leasts: dict[int, int] = {}
+        # The minimum numbers of samples of the claims, ascending.
+        self.leasts: list[int] = []
         # Earliest time at which the wait for a partial group may end.
         self.next_at = NEVER
         # None for claims without conditions and groups: `ready_index` alone counts for these.
@@ -51,16 +52,12 @@ class Watch:
     def join(self, key: tuple[int, int], command: Claim) -> None:
         """Add a parked claim of this kind."""
         self.waiters[key] = None
-        least = least_of(command)
-        self.leasts[least] = self.leasts.get(least, 0) + 1
+        bisect.insort(self.leasts, least_of(command))
 
     def leave(self, key: tuple[int, int], command: Claim) -> None:
         """Remove a claim that is no longer parked."""
         del self.waiters[key]
-        least = least_of(command)
-        self.leasts[least] -= 1
-        if not self.leasts[least]:
-            del self.leasts[least]
+        del self.leasts[bisect.bisect_left(self.leasts, least_of(command))]
 
     def note(self, rows: Int64s) -> None:
         """Note that cells, tags or claims of these rows changed, for the next recount. No effect without `counts`."""
