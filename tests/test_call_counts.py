@@ -14,7 +14,7 @@ CALLS = {
     "put": {"client": 64, "ledger": 56},
     "get": {"client": 56, "ledger": 44},
     "claim": {"client": 50, "ledger": 57},
-    "set_tags": {"client": 45, "ledger": 45},
+    "set_tags": {"client": 44, "ledger": 40},
     "clear": {"client": 39, "ledger": 54},
 }
 """Calls of a lone operation on one sample, in the calling thread and in the ledger thread, without ticks."""

@@ -324,6 +324,23 @@ def test_a_put_that_names_all_there_is_waits_until_another_sample_may_go() -> No
     assert client.call(c.Allocated, client.allocate({"x": [KIB, KIB]})).evicted == ("s0", "s1")
 
 
+@pytest.mark.parametrize("rows_per_put", [1, 4])
+def test_a_put_protects_the_unconsumed_rows_of_the_puts_whose_samples_it_names(rows_per_put: int) -> None:
+    client = evicting("evict_oldest", budget=16 * KIB)
+    for first in range(0, 16, rows_per_put):
+        client.put([f"s{i}" for i in range(first, first + rows_per_put)], {"x": [KIB] * rows_per_put})
+    named = by_ids("s0", "s4", "s8", "s12")
+    allocate = client.allocate({"x": [KIB] * 4}, samples=named, timeout_s=2.0)
+    if rows_per_put == 1:
+        assert client.call(c.Allocated, allocate).evicted == ("s1", "s2", "s3", "s5")
+        return
+    waiting = client.waits(allocate)
+    client.driver.tick(2.0)
+    assert isinstance(client.result(waiting), CapacityTimeoutError)
+    whole = client.allocate({"x": [KIB] * 4}, samples=by_ids(*[f"s{i}" for i in range(4)]))
+    assert client.call(c.Allocated, whole).evicted == ("s4", "s5", "s6", "s7")
+
+
 @pytest.mark.parametrize("named", [("s0", "s1"), ("s0", "s1", "s0")])
 @pytest.mark.parametrize("end", ["commit", "abort", "refused", "bye"])
 def test_a_sample_that_a_put_under_way_names_is_evicted_for_no_other_until_that_ends(

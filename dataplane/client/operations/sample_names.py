@@ -127,12 +127,14 @@ def tag_columns(
             column[0].append(stored)
             column[1].append(row)
     return tuple(
-        c.TagColumn(
-            name=name,
-            values=tuple(values),
-            positions=None if len(values) == count else np.array(positions, dtype=np.int64),  # None: all samples
-        )
-        for name, (values, positions) in columns.items()
+        [
+            c.TagColumn(
+                name=name,
+                values=tuple(values),
+                positions=None if len(values) == count else np.array(positions, dtype=np.int64),  # None: all samples
+            )
+            for name, (values, positions) in columns.items()
+        ]
     )
 
 

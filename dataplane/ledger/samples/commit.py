@@ -453,8 +453,11 @@ def refuse_repeats(rows: Int64s) -> None:
 def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], samples: int) -> None:
     """Check that the tag columns fit `samples` samples and hold allowed values. Raises InvalidRequestError or
     LimitError."""
+    new_names = set()
     for column in tags:
-        state.check_name("tag", column.name)
+        if column.name not in partition.tags.columns:
+            state.check_name("tag", column.name)
+            new_names.add(column.name)
         if column.index is not None:
             raise InvalidRequestError(f"tag {column.name!r} has an index, which only answers have; send each value")
         if column.positions is None:
@@ -465,7 +468,6 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
         elif len(column.positions) and (column.positions.min() < 0 or column.positions.max() >= samples):
             raise InvalidRequestError(f"tag {column.name!r}: a position lies outside the {samples} samples")
         _check_tag_values(state, partition, column.name, column.values)
-    new_names = {column.name for column in tags} - partition.tags.columns.keys()
     if new_names:
         what = f"tags of partition {partition.name!r}"
         count = len(partition.tags.columns) + len(new_names)

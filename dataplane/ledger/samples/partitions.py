@@ -128,7 +128,8 @@ class Partitions:
         rows = partition.resolve(command.samples)
         check_tags(state, partition, command.tags, len(rows))
         partition.tags.merge(rows, command.tags)
-        partition.notify_watches(rows)
+        if partition.watches:
+            partition.notify_watches(rows)
         partition.record_write(session.session_id, session.name, state.now)
         state.touch(partition)
         return c.Done()
