@@ -440,9 +440,10 @@ class _PlanOfAllFields(ReadPlan):
 
 def _remember_all_fields(session_state: SessionState, partition: str, fields: Sequence[str]) -> None:
     """After a read of all fields, which were these, let further ones take the short way if possible."""
-    plan = session_state.read_plans.get((partition, *fields))
-    if plan is not None:
-        session_state.read_plans.setdefault((partition, *ALL_FIELDS), _PlanOfAllFields(plan))
+    plans = session_state.read_plans
+    plan = plans.get((partition, *fields))
+    if plan is not None and (partition, *ALL_FIELDS) not in plans:
+        plans[partition, *ALL_FIELDS] = _PlanOfAllFields(plan)
 
 
 def _read_short(
