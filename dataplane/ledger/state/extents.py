@@ -20,7 +20,7 @@ FREE = 0
 RESERVED = 1
 LIVE = 2
 RETIRED = 3
-FEW = 256
+FEW = 128
 """Up to this number of dead cells, their extents are first gone through one by one."""
 
 Pieces = list[tuple[int, int]]
