@@ -278,7 +278,7 @@ def _put_tags(
             listed=listed,
         )
     else:
-        samples = samples_of(names, ids)
+        samples = samples_of(names, partition, ids)
         commit = c.Commit(partition=partition, samples=samples, mode=c.Mode(mode), tags=tags, listed=listed)
     while True:
         try:

@@ -531,14 +531,16 @@ class CommitColumn(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[FieldSpec, _Mapping]] = ..., lengths: _Optional[bytes] = ..., index: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., by_schema: bool = ...) -> None: ...
 
 class TagColumn(_message.Message):
-    __slots__ = ("name", "values", "positions")
+    __slots__ = ("name", "values", "positions", "index")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     name: str
     values: _containers.RepeatedCompositeFieldContainer[Scalar]
     positions: bytes
-    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[_Union[Scalar, _Mapping]]] = ..., positions: _Optional[bytes] = ...) -> None: ...
+    index: bytes
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[_Union[Scalar, _Mapping]]] = ..., positions: _Optional[bytes] = ..., index: _Optional[bytes] = ...) -> None: ...
 
 class Scalar(_message.Message):
     __slots__ = ("string_value", "bool_value", "int64_value", "double_value")
