@@ -443,6 +443,8 @@ def test_the_end_of_an_engine_by_a_defect_is_known_to_its_peers(
     one_connection: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = one_connection.workers(2)
+    b.send(0, A, async_op=True)
+    assert a.recv(B) == 0  # so b has looked a up, and the directory tells it of a's end
     waiting = b.recv(A, async_op=True)
     monkeypatch.setattr(a._io_thread, "_run_timers", _once(a._io_thread._run_timers))
     a._io_thread.call(lambda: None)
