@@ -172,7 +172,9 @@ class PreallocatedBuffer:
                 space.touched = False
 
     def give_up_all(self) -> None:
-        """Give up all spaces: the session closes, and no put takes a portion."""
+        """Give up all spaces: the session closes, and no put takes a portion. Puts that wait for a
+        request go on, even if an interrupt has left its put without an end."""
+        self.end_request()
         with self._lock:
             for space in tuple(self._spaces.values()):
                 self._give_up(space)

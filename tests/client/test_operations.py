@@ -558,6 +558,9 @@ def test_of_puts_that_begin_at_once_one_requests_space_and_the_others_wait(buffe
     buffer.end_request()
     assert all(each.done() for each in waiting)
     assert isinstance(buffer.next_request(64, UNIT), Preallocate)
+    waiting = [buffer.next_request(64, UNIT)]
+    buffer.give_up_all()
+    assert waiting[0].done()
 
 
 def test_after_a_failure_the_space_is_given_up_once_nobody_writes_to_it(buffer: PreallocatedBuffer) -> None:
