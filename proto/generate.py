@@ -1,5 +1,6 @@
-"""Writes the second part of `control.proto`: commands, their results, and what passes between the controller and
-storage units, from the Structs of `dataplane.ledger.commands`. Run by `make proto`."""
+"""Writes the second part of `control.proto`: commands, their results, and what passes between the
+controller and storage units, from the Structs of `dataplane.ledger.commands`. Run by `make
+proto`."""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ class _Messages:
         return self._union(args)
 
     def _wrapper(self, kind: str, element: Any, hint: Any) -> str:
-        """Add the message of a list or map where protobuf has none: one that may be absent, or is in
-        another one."""
+        """Add the message of a list or map where protobuf has none: one that may be absent, or is
+        in another one."""
         of = self._type(element)
         name = of[0].upper() + of[1:] + kind
         doc = f"A {kind.lower()} that may be absent, or is in another list or map."

@@ -11,11 +11,11 @@ import pytest
 MARGIN = 1.1
 """Operations may ask for space, or find other work, a little more often on another machine."""
 CALLS = {
-    "put": {"client": 64, "ledger": 56},
+    "put": {"client": 60, "ledger": 52},
     "get": {"client": 56, "ledger": 44},
-    "claim": {"client": 50, "ledger": 57},
-    "set_tags": {"client": 44, "ledger": 40},
-    "clear": {"client": 39, "ledger": 54},
+    "claim": {"client": 54, "ledger": 60},
+    "set_tags": {"client": 46, "ledger": 41},
+    "clear": {"client": 40, "ledger": 56},
 }
 """Calls of a lone operation on one sample, in the calling thread and in the ledger thread, without ticks."""
 

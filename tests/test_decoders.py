@@ -1,5 +1,6 @@
-"""Decoders are made while modules are imported: msgspec 0.22 crashes if two threads make their first
-decoders of the same class at once, because the second one finds a half-finished description of it."""
+"""Decoders are made while modules are imported: msgspec 0.22 crashes if two threads make their
+first decoders of the same class at once, because the second one finds a half-finished description
+of it."""
 
 from __future__ import annotations
 

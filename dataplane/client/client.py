@@ -331,8 +331,8 @@ class DataPlaneClient:
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """Delete exactly these samples (unknown ids and stale samples of a meta are ignored), or
-        with None the whole partition including its schema. Their space is reused after the last reader
-        has finished. Idempotent."""
+        with None the whole partition including its schema. Their space is reused after the last
+        reader has finished. Idempotent."""
         self.perform(partitions.clear, sample_ids, partition_id)
 
     def seal(self, partition_id: str) -> None:

@@ -23,8 +23,9 @@ SMALL_BYTES = 256 << 10
 """Larger puts allocate their own space: their copy takes longer than the request."""
 PUTS_AHEAD = 64
 MOST_PUTS_AHEAD = 1024
-"""A request asks for the space of so many puts of the current size, within the two limits below: of
-`PUTS_AHEAD`, and of twice as many as the last one if it follows within `SOON_S`, up to `MOST_PUTS_AHEAD`."""
+"""A request asks for the space of `PUTS_AHEAD` puts of the current size. If it follows the last
+request within `SOON_S`, it asks for the space of twice as many puts as that one, up to
+`MOST_PUTS_AHEAD`. The two limits below apply, too."""
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 8 << 20
 SHARE = 128
@@ -109,10 +110,11 @@ class PreallocatedBuffer:
     def next_request(
         self, nbytes: int, unit: int | None, most_bytes: int = MOST_BYTES
     ) -> Preallocate | Future[None] | None:
-        """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`;
-        if another put's request is in progress, the future of its end; or None if the put must
-        allocate its own space. The caller calls `end_request` after the command. Spaces that are too
-        small for the put are given up. unit: a unit whose arena is mapped; None if there is none."""
+        """Return the command that requests space in `unit` after `take` failed for a put of
+        `nbytes`; if another put's request is in progress, the future of its end; or None if the put
+        must allocate its own space. The caller calls `end_request` after the command. Spaces that
+        are too small for the put are given up. unit: a unit whose arena is mapped; None if there is
+        none."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:

@@ -29,7 +29,8 @@ LONG_BYTES = 128 << 10
 """Copies of at least this size release the GIL; for smaller copies the release costs too much."""
 
 _BLOCK_BYTES = 512 << 10
-"""Padded rows are filled and copied in blocks of at most this size, which fits the cache of a core."""
+"""Maximum size of the blocks in which padded rows are filled and copied: it fits the cache of a
+core."""
 
 
 def copy_runs(runs: Iterable[Run]) -> None:
@@ -152,9 +153,9 @@ def _copy_ranges(
     *,
     row_bytes: int | None = None,
 ) -> None:
-    """Copy `buffers[number][start:stop]` of each range (number, start, stop) to `out`, back to back, or with
-    `row_bytes` to the start of every so many bytes. Copies of at least `LONG_BYTES` are only appended to
-    `long_copies`."""
+    """Copy `buffers[number][start:stop]` of each range (number, start, stop) to `out`: back to
+    back, or with `row_bytes` each to the start of a row of this many bytes. Copies of at least
+    `LONG_BYTES` are only appended to `long_copies`."""
     # Slices of memoryviews are cheaper than slices of arrays.
     sources = [buffer.data for buffer in buffers]
     target = out.data

@@ -200,8 +200,8 @@ NEVER_S = 86_400.0
 
 @pytest.fixture
 def reader() -> Iterator[tuple[DataPlaneClient, DataPlaneClient]]:
-    """A client that has made a general read of sample "a" in partition "p", and another client. They
-    send no heartbeats."""
+    """A client that has made a general read of sample "a" in partition "p", and another client.
+    They send no heartbeats."""
     settings = {"capacity_bytes": 64 * MIB, "heartbeat_s": NEVER_S, "session_timeout_s": NEVER_S}
     with serve(settings) as server, connect(server.address) as client, connect(server.address) as other:
         client.register_partition("p", ["x"], None, ["task"])

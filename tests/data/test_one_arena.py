@@ -1,5 +1,5 @@
-"""Rows of all columns in one arena are checked together and copied in blocks: the result is that of columns which are
-decoded one by one from several buffers."""
+"""Rows of all columns in one arena are checked together and copied in blocks: the result is that of
+columns which are decoded one by one from several buffers."""
 
 from __future__ import annotations
 

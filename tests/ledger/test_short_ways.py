@@ -319,7 +319,8 @@ def test_the_short_ways_leave_the_state_of_the_general_ones(seed: int, monkeypat
 @pytest.mark.parametrize("confirmed", [(), (2, 2)])
 @pytest.mark.parametrize("general", [False, True])
 def test_pins_of_a_short_read_end_when_its_answer_is_confirmed(general: bool, confirmed: tuple[int, ...]) -> None:
-    """By the watermark, or above it while an earlier call waits; not by calls that confirm others."""
+    """By the watermark, or above it while an earlier call waits; not by calls that confirm
+    others."""
     driver = Driver()
     writer = driver.client()
     writer.register("p", specs={"tokens": BYTES}, tasks=("train",))

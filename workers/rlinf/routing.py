@@ -88,9 +88,10 @@ class CommMapper:
         """Return the number of rows of each slice that one rank of the group of `src_world_size` ranks sends or
         receives in one call.
 
-        Each slice has the rows of one rank of the larger group. A rank of the smaller group therefore has one slice per
-        peer, a rank of the larger group has one slice. queue_size: the number of slices to return; 0: all of them.
-        ValueError for a `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
+        Each slice has the rows of one rank of the larger group. A rank of the smaller group
+        therefore has one slice per peer, a rank of the larger group has one slice. queue_size: the
+        number of slices to return; 0: all of them. ValueError for a `batch_size` that cannot be
+        spread evenly, and for a `queue_size` above the number of peers."""
         larger_size = max(src_world_size, dst_world_size)
         if batch_size % larger_size:
             raise ValueError(

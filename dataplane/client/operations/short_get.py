@@ -52,27 +52,33 @@ class _Column(NamedTuple):
     unit_bytes: int
 
 
-class ReadPlan:
-    """What reads of some fields of a partition have in common while the fields have these specs."""
+class ReadPlan(NamedTuple):
+    """What reads of some fields of a partition have in common while the fields have these specs.
+    key: its key in `SessionState.read_plans`. encoded: for `LocateRows`."""
 
-    def __init__(self, partition: str, located: Sequence[c.FieldLocations]) -> None:
-        self.key = (partition, *[each.name for each in located])
-        self.columns = [
-            _Column(
-                each.name,
-                each.spec.kind,
-                TORCH_DTYPES[each.spec.dtype or "uint8"],
-                each.spec.inner or (),
-                each.spec.unit_bytes,
-            )
-            for each in located
-        ]
-        self.encoded = encode_plan(tuple([PlanColumn(each.name, each.spec, by_schema=False) for each in located]))
+    key: tuple[str, ...]
+    columns: list[_Column]
+    encoded: bytes
+
+
+def _plan_of(key: tuple[str, ...], located: Sequence[c.FieldLocations]) -> ReadPlan:
+    columns = [
+        _Column(
+            each.name,
+            each.spec.kind,
+            TORCH_DTYPES[each.spec.dtype or "uint8"],
+            each.spec.inner or (),
+            each.spec.unit_bytes,
+        )
+        for each in located
+    ]
+    plan_columns = [PlanColumn(each.name, each.spec, by_schema=False) for each in located]
+    return ReadPlan(key, columns, encode_plan(tuple(plan_columns)))
 
 
 def remember(session_state: SessionState, partition: str, select_fields: Sequence[str], located: c.Located) -> None:
-    """Remember the plan of a read, if further ones like it can take the short way: of any fields but
-    ragged ones, whose rows are in one mapped arena."""
+    """Remember the plan of a read, if further ones like it can take the short way: of any fields
+    but ragged ones, whose rows are in one mapped arena."""
     key = (partition, *select_fields)
     fields = located.fields
     if key in session_state.read_plans or len(fields) != len(select_fields) or located.widened:
@@ -86,7 +92,7 @@ def remember(session_state: SessionState, partition: str, select_fields: Sequenc
         return
     if len(session_state.read_plans) >= MAX_PLANS:
         session_state.read_plans.clear()
-    session_state.read_plans[key] = ReadPlan(partition, fields)
+    session_state.read_plans[key] = _plan_of(key, fields)
 
 
 def prepare(session_state: SessionState, names: Any, partition: str, select_fields: Any) -> ReadPlan | None:
@@ -101,9 +107,7 @@ def prepare(session_state: SessionState, names: Any, partition: str, select_fiel
                 return None
         if len(set(names)) < len(names):
             return None
-    elif type(names) is not KVBatchMeta or not 0 < len(names) <= MAX_ROWS:
-        return None
-    if type(names) is KVBatchMeta and names.partition_id != partition:
+    elif type(names) is not KVBatchMeta or names.partition_id != partition or not 0 < len(names) <= MAX_ROWS:
         return None
     for name in select_fields:
         if type(name) is not str:
@@ -118,8 +122,8 @@ def get_short(
     plan: ReadPlan,
     general: Callable[[], Operation[TensorDict]],
 ) -> Operation[TensorDict]:
-    """Locate and pin, copy, end the read. If the service rejects the read or has no short answer, perform
-    the operation of `general` instead."""
+    """Locate and pin, copy, end the read. If the service rejects the read or has no short answer,
+    perform the operation of `general` instead."""
     handles = names.handles if isinstance(names, KVBatchMeta) else None
     if handles is not None:
         rows, generations = handles

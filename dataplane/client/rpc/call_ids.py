@@ -117,8 +117,8 @@ class CallIds:
             self._settle(entry.settles)
 
     def end_read(self, call_id: int) -> None:
-        """Settle an answered `LocateRows`: its bytes are not read any longer. The next call confirms
-        it, which ends its pins."""
+        """Settle an answered `LocateRows`: its bytes are not read any longer. The next call
+        confirms it, which ends its pins."""
         self._settle(call_id)
         self.ended_read = call_id
 

@@ -170,8 +170,9 @@ class ControllerChannel(OpenChannel):
         return waiting.outcome
 
     def _maintain(self) -> None:
-        """Process responses to posted calls, resend the unanswered ones, post the commands of `leftovers`, and
-        confirm the reads that have ended. The heartbeat thread calls this with every heartbeat."""
+        """Process responses to posted calls, resend the unanswered ones, post the commands of
+        `leftovers`, and confirm the reads that have ended. The heartbeat thread calls this with
+        every heartbeat."""
         self._use_socket()
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):

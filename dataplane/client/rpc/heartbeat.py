@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -42,7 +43,8 @@ class HeartbeatThread:
     session and reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the
     session.
 
-    A heartbeat comes earlier if no call confirms a read within `CONFIRM_S`: `maintain` does it then.
+    After a read that no call confirms within `CONFIRM_S`, a heartbeat comes early, and `maintain`
+    confirms the read.
 
     It calls `moved` when the session was found or has ended, and when calls no longer wait for a lost service:
     waiting callers must check again.
@@ -80,9 +82,9 @@ class HeartbeatThread:
         self._min_heartbeat_s = 0.0  # the shortest time between two heartbeats, from the service
         self._beat_at = self._last_response  # the time of the last heartbeat
         self._next_beat_at = self._last_response + calls.session.heartbeat_s
-        self._confirms = False
-        """It checks every `CONFIRM_S` whether a call has confirmed the last read."""
-        self._confirm_at = self._last_response  # the time of the next check
+        self._confirm_at = math.inf
+        """When it checks next whether a call has confirmed the last read; inf: after the next
+        read."""
         self._seen_read: int | None = None  # the unconfirmed read of the last check
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
         self._running = threading.RLock()
@@ -99,9 +101,9 @@ class HeartbeatThread:
         self._waker.wake()
 
     def _confirm_soon(self) -> None:
-        """Have the reads confirmed that have ended. May be called from any thread; does not block."""
-        if not self._confirms:
-            self._confirms = True
+        """Have the reads confirmed that have ended. Any thread may call this; it does not block."""
+        if self._confirm_at == math.inf:
+            self._confirm_at = 0.0  # at once
             self._waker.wake()
 
     def end_in_background(self, end: Callable[[], object]) -> None:
@@ -143,9 +145,7 @@ class HeartbeatThread:
 
     def _run_once(self) -> None:
         """Wait for the next event or heartbeat and handle it."""
-        wake_at = self._next_beat_at
-        if self._confirms:
-            wake_at = min(wake_at, self._confirm_at)
+        wake_at = min(self._next_beat_at, self._confirm_at)
         timeout_ms = max(0, int((wake_at - time.monotonic()) * 1000) + 1)
         sources = (self._dealer, self._monitor, self._waker.fd)
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
@@ -157,7 +157,7 @@ class HeartbeatThread:
         self._notice_disconnects()
         now = time.monotonic()
         is_due = self._check_requested or now >= self._next_beat_at
-        if self._confirms and now >= self._confirm_at:
+        if now >= self._confirm_at:
             is_due |= self._read_is_left()
         if is_due and not self._closing:
             self._send_heartbeat()
@@ -170,9 +170,10 @@ class HeartbeatThread:
         self._seen_read = self._calls.ended_read
         if self._seen_read != seen:
             return False
-        self._confirms = False
-        if seen is None and self._calls.ended_read is not None:  # it ended before `_confirms` was False
-            self._confirms = True
+        next_at = self._confirm_at
+        self._confirm_at = math.inf
+        if seen is None and self._calls.ended_read is not None:  # it ended before this line
+            self._confirm_at = next_at
         return seen is not None
 
     def _close_sockets(self) -> None:

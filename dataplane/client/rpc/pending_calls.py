@@ -102,7 +102,8 @@ class Calls:
 
     @property
     def ended_read(self) -> int | None:
-        """The last read that has ended and that no call has confirmed since; None if there is none."""
+        """The last read that has ended and that no call has confirmed since; None if there is
+        none."""
         return self._call_ids.ended_read
 
     # --- whether calls can be made
@@ -261,8 +262,8 @@ class Calls:
         return result
 
     def end_read(self, call_id: int) -> None:
-        """Record that the rows of an answered `LocateRows` were read. The next call confirms it, which
-        ends its pins; `on_ended_read` sees to it that there is one soon."""
+        """Record that the rows of an answered `LocateRows` were read. The next call confirms it,
+        which ends its pins; `on_ended_read` sees to it that there is one soon."""
         with self._lock:
             self._call_ids.end_read(call_id)
         self.on_ended_read()

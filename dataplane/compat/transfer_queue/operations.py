@@ -15,7 +15,6 @@ from dataplane.client.operations import get, short_get
 from dataplane.client.operations.field_names import fetch_schema
 from dataplane.client.operations.put import put_rows
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
-from dataplane.client.operations.short_get import ReadPlan
 from dataplane.client.operations.short_put import MAX_ROWS, ShortPut, prepare, store_short
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import Schema, SessionState
@@ -426,31 +425,25 @@ def _read_existing(
 
 
 ALL_FIELDS = ("", "")
-"""Under these names, which no read can have, a session remembers the plan of reads of all fields."""
-
-
-class _PlanOfAllFields(ReadPlan):
-    """The plan of reads of all fields that the samples have. plan: that of reads of these fields."""
-
-    def __init__(self, plan: ReadPlan) -> None:
-        self.key = (plan.key[0], *ALL_FIELDS)
-        self.columns = plan.columns
-        self.encoded = encode_plan(decode_plan(plan.encoded).columns, complete=True)
+"""A session remembers the plan of reads of all fields under these names, which no read can have."""
 
 
 def _remember_all_fields(session_state: SessionState, partition: str, fields: Sequence[str]) -> None:
-    """After a read of all fields, which were these, let further ones take the short way if possible."""
+    """Remember the plan of a read of all fields, which were these, if further ones like it can take
+    the short way."""
     plans = session_state.read_plans
     plan = plans.get((partition, *fields))
-    if plan is not None and (partition, *ALL_FIELDS) not in plans:
-        plans[partition, *ALL_FIELDS] = _PlanOfAllFields(plan)
+    key = (partition, *ALL_FIELDS)
+    if plan is not None and key not in plans:
+        encoded = encode_plan(decode_plan(plan.encoded).columns, complete=True)
+        plans[key] = plan._replace(key=key, encoded=encoded)
 
 
 def _read_short(
     session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
 ) -> Operation[TensorDict | None]:
-    """Return the fields (None: all) of these keys, the short way (see `short_get`). None if a key or
-    field is missing, or if the fields are not known from an earlier read."""
+    """Return the fields (None: all) of these keys, the short way (see `short_get`). None if a key
+    or field is missing, or if the fields are not known from an earlier read."""
     requested = ALL_FIELDS if fields is None else sorted(set(fields))
     plan = short_get.prepare(session_state, keys, partition, requested)
     if plan is None:
@@ -464,7 +457,7 @@ def _read_short(
 
 
 def _not_read() -> Operation[Any]:
-    """An operation that does nothing."""
+    """Return None, after no step."""
     return None
     yield
 

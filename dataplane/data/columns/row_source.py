@@ -38,8 +38,8 @@ class Check(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class RowSource:
-    """Memory locations of the N rows of one column, in the buffers from which they are decoded. Not changed once it is
-    made; `frozen` would take three times as long to make it.
+    """Memory locations of the N rows of one column, in the buffers from which they are decoded. Not
+    changed once it is made; `frozen` would take three times as long to make it.
 
     spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
     (None: all rows are in the first one). offsets: `[N]` int64 byte offsets into the buffer. lengths: `[N]` int64 in
@@ -214,8 +214,9 @@ class RowSource:
 
 
 def check_together(sources: Collection[RowSource]) -> None:
-    """Check the rows of all sources and set their `sizes`, in one pass, if all of them are whole rows of one buffer.
-    Do nothing otherwise, or if a row is outside of the buffer: `sizes` checks each source by itself."""
+    """Check the rows of all sources and set their `sizes`, in one pass, if all of them are whole
+    rows of one buffer. Do nothing otherwise, or if a row is outside of the buffer: `sizes` checks
+    each source by itself."""
     columns = len(sources)
     first = next(iter(sources), None)
     if first is None or len(first.buffers) != 1 or columns < 2:

@@ -143,15 +143,17 @@ class Claims:
                     break
 
     def _in_service_order(self, watches: Iterable[Watch]) -> Iterator[ParkedClaim]:
-        """Yield the claims that wait when the iteration begins: those whose client was heard from within a
-        heartbeat first, and among these the oldest. Claims that the caller does not reach are not examined."""
+        """Yield the claims that wait when the iteration begins: those whose client was heard from
+        within a heartbeat first, and among these the oldest. Claims that the caller does not reach
+        are not examined."""
         queues = [list(watch.waiters) for watch in watches]
         for silent in (False, True):
             chosen = [self._claims_of(keys, silent=silent) for keys in queues]
             yield from heapq.merge(*chosen, key=operator.attrgetter("serial"))
 
     def _claims_of(self, keys: list[tuple[int, int]], *, silent: bool) -> Iterator[ParkedClaim]:
-        """Yield those of the parked claims whose client was not heard from within a heartbeat (`silent`), or was."""
+        """Yield the parked claims whose client was heard from within a heartbeat; with `silent`,
+        the others."""
         heard_limit = self.state.now - self.state.heartbeat_s
         for key in keys:
             claim = self.state.claim_waiters.get(key)  # None: it has its answer
@@ -334,10 +336,9 @@ class Claims:
         if command.samples is not None or command.peek:
             _check_named_and_peek(command)
         limits = self.state.limits
-        if max(len(command.fields), len(command.where)) > limits.columns or batch > limits.samples:
-            check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
-            check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
-            check_limit("samples of one claim", batch, limits.samples, "Claim fewer at a time.")
+        check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
+        check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
+        check_limit("samples of one claim", batch, limits.samples, "Claim fewer at a time.")
         for predicate in command.where:
             _check_predicate(predicate)
         if partition.strict:

@@ -88,9 +88,9 @@ class PutRows(Answered[Committed], frozen=True, kw_only=True):
 
 
 class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to `LocateRows`: handles of the samples, and where the values of all columns are in
-    the arena of one unit. `checksums` are those that the reader must compare (0: none; empty: none
-    at all). `general`: the whole answer, if it has no short form."""
+    """The answer to `LocateRows`: handles of the samples, and where the values of all columns are
+    in the arena of one unit. `checksums` are those that the reader must compare (0: none; empty:
+    none at all). `general`: the whole answer, if it has no short form."""
 
     rows: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
@@ -102,10 +102,10 @@ class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
-    """Locate and pin a few samples, as the `Locate` that `expand` returns, until the client confirms
-    the answer, which it does after its read, instead of a `Release`. Answered `RowsLocated`, in its
-    short form only if the fields have the specs of the plan, and a complete plan is still
-    complete."""
+    """Locate and pin a few samples, as the `Locate` that `expand` returns, until the client
+    confirms the answer, which it does after its read, instead of a `Release`. Answered
+    `RowsLocated`, in its short form only if the fields have the specs of the plan, and a complete
+    plan is still complete."""
 
     partition: str
     plan: bytes
@@ -181,8 +181,8 @@ class Plan:
 
 
 def encode_plan(columns: tuple[PlanColumn, ...], *, complete: bool = False) -> bytes:
-    """Encode the columns of short commands, for their `plan`. Equal plans have equal bytes. That of a
-    complete plan ends with true."""
+    """Encode the columns of short commands, for their `plan`. Equal plans have equal bytes. That of
+    a complete plan ends with true."""
     encoded: list[_EncodedColumn | bool] = [
         _EncodedColumn(column.name, column.spec.kind, column.spec.dtype, column.spec.inner, column.by_schema)
         for column in columns

@@ -105,10 +105,11 @@ class Samples(Value, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TagColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None: to sample i).
+    """One tag of some samples: `values[i]` belongs to sample `positions[i]` of the command (None:
+    to sample i).
 
-    `index`, in answers only and without `positions`: sample i has value `index[i]` (None: value i), so that few values
-    stand for many samples."""
+    `index`, in answers only and without `positions`: sample i has value `index[i]` (None: value i),
+    so that few values stand for many samples."""
 
     name: str
     values: tuple[str | bool | Int64 | float | None, ...]
@@ -116,7 +117,8 @@ class TagColumn(Value, frozen=True, kw_only=True, omit_defaults=True):
     index: UInt8s | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InvalidRequestError` unless each value has a position, and each number of the index a value."""
+        """Raise `InvalidRequestError` unless each value has a position, and each number of the
+        index a value."""
         if self.positions is not None and len(self.positions) != len(self.values):
             count = len(self.positions)
             raise InvalidRequestError(f"tag {self.name!r} has {len(self.values)} values for {count} positions")

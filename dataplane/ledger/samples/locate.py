@@ -277,14 +277,16 @@ class Reads:
 
 
 def _distinct(extents: c.Int32s) -> set[int]:
-    """Return the distinct extents. Those of a column are often all the same, as values of one put."""
+    """Return the distinct extents. Those of a column are often all the same, as values of one
+    put."""
     if len(extents) and every(extents == extents[0]):
         return {int(extents[0])}
     return set(extents.tolist())
 
 
 def _checksums_to_compare(state: State, session: Session, checksums: c.UInt32s, units: c.Int32s) -> c.UInt32s | None:
-    """Return the checksums, or None if the session need not compare those of rows on these units."""
+    """Return the checksums, or None if the session need not compare those of rows on these
+    units."""
     return checksums if compares_checksums(state, session, units) else None
 
 

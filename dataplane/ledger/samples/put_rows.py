@@ -125,8 +125,8 @@ def _find_rows(state: State, partition: Partition, command: PutRows) -> list[int
 
 
 def _sizes(state: State, partition: Partition, plan: Plan, command: PutRows, count: int) -> list[int] | None:
-    """Return the bytes of each column, in whole granules; none for a put of tags. None for an error,
-    or a column that its field does not hold as it is."""
+    """Return the bytes of each column, in whole granules; none for a put of tags. None for an
+    error, or a column that its field does not hold as it is."""
     lengths = command.lengths
     checksums = command.checksums
     columns = plan.columns

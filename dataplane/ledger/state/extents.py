@@ -241,8 +241,9 @@ class Extents:
                     self._trim(extent_id, several)
 
     def _free_if_few(self, cells: list[int], account: Account) -> bool:
-        """Free the extents of these dead cells without arrays, which take several times as long for a few. Change
-        nothing and return False if an extent has other live cells, is pinned or was trimmed."""
+        """Free the extents of these dead cells without arrays, which take several times as long for
+        a few. Change nothing and return False if an extent has other live cells, is pinned or was
+        trimmed."""
         counts: dict[int, int] = {}
         for extent_id in cells:
             counts[extent_id] = counts.get(extent_id, 0) + 1
@@ -379,7 +380,8 @@ class Extents:
                 self._discharge(owner, int(sizes[owners == owner].sum()))
 
     def _discharge(self, owner: int, nbytes: int) -> None:
-        """Subtract bytes from the account with this id, if any, and remove the account if it is closed and empty."""
+        """Subtract bytes from the account with this id, if any, and remove the account if it is
+        closed and empty."""
         self.moved.add(owner)  # also 0, which has no account
         account = self.accounts.get(owner)
         if account is not None:

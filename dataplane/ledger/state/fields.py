@@ -102,8 +102,8 @@ class Field:
 
 
 def erase(fields: Iterable[Field], rows: Int64s) -> tuple[Int32s, Int64s]:
-    """Remove the cells of `rows` (no repeats) in these fields. Return (extents, bytes) of the removed cells; extent 0
-    means that there was no cell."""
+    """Remove the cells of `rows` (no repeats) in these fields. Return (extents, bytes) of the
+    removed cells; extent 0 means that there was no cell."""
     extents = [_NO_EXTENTS]
     nbytes = [_NO_BYTES]
     index = as_slice(rows)

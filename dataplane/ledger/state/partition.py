@@ -241,7 +241,8 @@ class Partition:
         return hidden is None or not hidden.live
 
     def _remove_empty_columns(self) -> None:
-        """Remove the columns without cells that the schema does not have, after cells were removed."""
+        """Remove the columns without cells that the schema does not have, after cells were
+        removed."""
         if not self.is_plain:
             for name in self.names():
                 self._restore_kind(name)

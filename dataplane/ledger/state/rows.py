@@ -16,10 +16,10 @@ SLACK = 1024
 
 
 class Rows:
-    """Table of samples. A row is the slot number of a sample: `ids` has the row by sample id, oldest
-    sample first, `names` the sample id by row. `generations[row]` is 0 for a free slot; `free` lists
-    the free slots. `since[row]` is the ledger time of creation. `order[:end]` holds the rows by age,
-    with -1 for removed rows; `positions[row]` is the index of a live row in it."""
+    """Table of samples. A row is the slot number of a sample: `ids` has the row by sample id,
+    oldest sample first, `names` the sample id by row. `generations[row]` is 0 for a free slot;
+    `free` lists the free slots. `since[row]` is the ledger time of creation. `order[:end]` holds
+    the rows by age, with -1 for removed rows; `positions[row]` is the index of a live row in it."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}

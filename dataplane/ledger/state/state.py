@@ -376,9 +376,7 @@ class State:
 
     def check_samples(self, samples: Samples) -> None:
         """Raise `LimitError` for too many samples."""
-        count = len(samples)
-        if count > self.limits.samples:
-            check_limit("samples in one command", count, self.limits.samples, SPLIT)
+        check_limit("samples in one command", len(samples), self.limits.samples, SPLIT)
 
     def check_name(self, what: str, name: str) -> None:
         """Raise `InvalidRequestError` for an empty name, and `LimitError` for a name that is too long."""

@@ -65,13 +65,14 @@ def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
 
 
 MIN_SHARED = 64
-"""From so many rows on, a column can have an index."""
+"""Minimum number of rows of a column with an index."""
 MOST_SHARED = 256
-"""How many different values a column with an index has at most."""
+"""Maximum number of different values of a column with an index."""
 
 
 def shared_values(name: str, values: np.ndarray[Any, Any]) -> TagColumn | None:
-    """Return a column with one entry for equal values; None if their types or the many different values exclude it."""
+    """Return a column with one entry for equal values; None if their types or the many different
+    values exclude it."""
     if values.dtype != object:
         bits = values.view(f"u{values.itemsize}")  # 0.0 and -0.0 differ, and NaN equals itself
         if not every(bits == bits[0]):
@@ -127,8 +128,8 @@ class Tags:
                 del self.columns[name]
 
     def of(self, rows: Int64s, *, shared: bool = False) -> tuple[TagColumn, ...]:
-        """Return the tags of these rows, without tags that none of them has. With `shared`, each of a few different
-        values of many rows is returned once (see `TagColumn.index`)."""
+        """Return the tags of these rows, without tags that none of them has. With `shared`, each of
+        a few different values of many rows is returned once (see `TagColumn.index`)."""
         shared = shared and len(rows) >= MIN_SHARED
         columns = []
         for name, tag in self.columns.items():
