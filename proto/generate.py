@@ -1,6 +1,5 @@
-"""Writes the second part of `control.proto`: commands, their results, and what passes between the
-controller and storage units, from the Structs of `dataplane.ledger.commands`. Run by `make
-proto`."""
+"""Writes the second part of `control.proto`: commands and their results, from the Structs of
+`dataplane.ledger.commands`. Run by `make proto`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dataplane.ledger import commands as c
-from dataplane.protocol.codec import UNION, UNION_FIELDS, WRAPPED, Report
+from dataplane.protocol.codec import UNION, UNION_FIELDS, WRAPPED
 from dataplane.protocol.zmq_frames import HeartbeatReply, Welcome
 
 CONTROL = Path(__file__).with_name("control.proto")
@@ -37,7 +36,7 @@ def generated(source: str) -> str:
     proto = _Messages()
     for kind in REQUESTS:
         proto.add(kind, "Request")
-    for kind in (*REPLIES, *typing.get_args(Report), c.UnitAdded, *typing.get_args(c.UnitOrder)):
+    for kind in REPLIES:
         proto.add(kind)
     for command in commands:
         proto.add(command, "Request", "  Header header = 1;\n")
@@ -70,7 +69,7 @@ class _Messages:
         self.texts[name] = ""
         hints = typing.get_type_hints(kind)
         infos = {info.name: info for info in msgspec.structs.fields(kind)}
-        # The error of an output is a status, or ends the stream.
+        # The error of an output is a status.
         names = [each for each in infos if "DataPlaneError" not in str(hints[each])]
         assert names != WRAPPED, f"{name} would be taken for a list"
         numbered = enumerate(names, 2 if before else 1)

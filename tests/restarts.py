@@ -129,6 +129,8 @@ class Proxy:
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._listen()
+        self.carried: Callable[[bytes], None] = lambda content: None
+        """Called with what was forwarded."""
         self._state = "healthy"
         self._wanted = "healthy"
         self._changed = threading.Condition()
@@ -216,6 +218,7 @@ class Proxy:
         try:
             content = source.recv(1 << 16)
             other.sendall(content)
+            self.carried(content)
         except OSError:
             content = b""
         if not content:

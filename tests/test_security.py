@@ -32,19 +32,18 @@ from dataplane import (
     serve,
 )
 from dataplane.client.rpc import handshake
-from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
 from dataplane.protocol import server_keys, zmq_frames
 from dataplane.protocol import tls as tls_module
+from dataplane.protocol.controller_socket import zmq_address_of
 from dataplane.protocol.pb import bulk_pb2, control_pb2_grpc
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import Ticket
 from dataplane.protocol.server_keys import ConnectionKeys, keys_of
 from dataplane.protocol.zap import ServerKeys, present
-from dataplane.storage import grpc_stream
 from dataplane.storage.arena_record import discard
 from dataplane.storage.transport import connection as bulk_wire
 from dataplane.storage.unit import StorageUnit
@@ -349,7 +348,7 @@ def test_a_zmq_without_curve_is_named(services: dict[str, Server], monkeypatch: 
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1], ids=["older", "newer"])
-@pytest.mark.parametrize("endpoint", ["keys", "zmq", "grpc", "unit link", "bulk"])
+@pytest.mark.parametrize("endpoint", ["keys", "zmq", "grpc", "storage unit", "bulk"])
 def test_another_version_of_the_protocol_is_refused_with_both_named(
     services: dict[str, Server], monkeypatch: pytest.MonkeyPatch, endpoint: str, version: int
 ) -> None:
@@ -359,7 +358,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_named(
         with grpc.insecure_channel(services[kind].address) as channel, pytest.raises(grpc.RpcError, match=both):
             asked(channel, "OpenSession", opening_message(version))
         return
-    module = {"keys": server_keys, "zmq": handshake, "unit link": grpc_stream, "bulk": bulk_wire}[endpoint]
+    module = {"keys": server_keys, "zmq": handshake, "storage unit": server_keys, "bulk": bulk_wire}[endpoint]
     monkeypatch.setattr(module, "PROTOCOL_VERSION", version)
     with pytest.raises(ProtocolVersionError, match=both) as caught:
         use(services[kind], endpoint, kind)
@@ -367,7 +366,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_named(
 
 
 def use(server: Server, endpoint: str, kind: str) -> None:
-    if endpoint == "unit link":
+    if endpoint == "storage unit":
         StorageUnit(DataPlaneConfig(capacity_bytes=MIB), server.address).start()
     with connect(server.address, **SERVICES[kind]) as client:
         put_and_get(client, "versions")

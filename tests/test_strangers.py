@@ -29,12 +29,12 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect, serve
-from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.controller import grpc_public, grpc_server, health
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
 from dataplane.errors import SessionExpiredError, to_wire
 from dataplane.protocol import http2, server_keys, zap, zmq_frames
+from dataplane.protocol.controller_socket import zmq_address_of
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import NONCE_BYTES, proof_of
 from dataplane.protocol.server_keys import keys_of

@@ -41,8 +41,6 @@ _FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_add
 INSPECT_S = 10.0
 """Timeout in seconds of `LedgerThread.inspect`."""
 
-Orders = Callable[[c.Output], None]
-
 
 class LedgerLike(Protocol):
     """The interface of a ledger that `LedgerThread` uses."""
@@ -71,13 +69,12 @@ class LoopObserver(Protocol):
 class _PendingRequest:
     """A pending request. `replies` is keyed by caller, so that a caller that resends a request gets one answer.
 
-    orders: receives the orders to the storage unit that an AddUnit registers. last: when the request arrived last, by
-    the ledger's clock. lasting: the caller does not resend. began: when the request arrived, by the observer's clock.
+    last: when the request arrived last, by the ledger's clock. lasting: the caller does not resend. began: when the
+    request arrived, by the observer's clock.
     """
 
     item: c.Input
     replies: dict[object, Reply] = field(default_factory=dict)
-    orders: Orders | None = None
     last: float = 0.0
     lasting: bool = False
     began: float = 0.0
@@ -118,7 +115,6 @@ class LedgerThread:
         self._inbox: deque[Callable[[], None]] = deque()  # jobs of other threads
         self._waker = Waker()
         self._pending: dict[Key, _PendingRequest] = {}  # requests without an answer
-        self._units: dict[int, Orders] = {}  # of the registered storage units, by their id
         self._stopping = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)
@@ -134,12 +130,10 @@ class LedgerThread:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, item: c.Input, reply: Reply | None = None, *, orders: Orders | None = None) -> None:
-        """Submit `item` to the ledger. `reply` receives the output that answers it. `orders`, for an `AddUnit`,
-        receives the ledger's orders to the unit once it is accepted. Both are called in the ledger thread. Does not
-        block.
-        """
-        self._enqueue(lambda: self.handle(item, reply, caller=reply, orders=orders, lasting=True))
+    def submit(self, item: c.Input, reply: Reply | None = None) -> None:
+        """Submit `item` to the ledger. `reply` receives the output that answers it, in the ledger thread. Does not
+        block."""
+        self._enqueue(lambda: self.handle(item, reply, caller=reply, lasting=True))
 
     def withdraw(self, item: c.Input, reply: Reply) -> None:
         """Let the ledger thread remove `reply`, which is not called after that. The item itself is not cancelled."""
@@ -170,10 +164,6 @@ class LedgerThread:
     def run(self, job: Callable[[], None]) -> None:
         """Schedule `job`, which must be short, in the ledger thread. Does not block."""
         self._enqueue(job)
-
-    def detach(self, unit: int, orders: Orders) -> None:
-        """Report that the stream behind `orders` ended. The unit is lost unless another stream has replaced it."""
-        self._enqueue(lambda: self._detach(unit, orders))
 
     def stop(self, timeout_s: float) -> None:
         """Stop the thread and the ZMQ server. Pending calls fail with `ServiceUnavailableError`. Blocks for up to
@@ -282,18 +272,16 @@ class LedgerThread:
         reply: Reply | None,
         *,
         caller: object = None,
-        orders: Orders | None = None,
         lasting: bool = False,
         record: bytes | None = None,
     ) -> None:
-        """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `orders`: as in
-        `submit`. `lasting`: the caller does not resend the request. `record`: the encoded form of `item`, if it arrived
-        so."""
+        """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `lasting`:
+        the caller does not resend the request. `record`: the encoded form of `item`, if it arrived so."""
         began = 0.0 if self._observer is None else self._observer.clock()
         outputs = self._apply(item, record)
         key = None if reply is None else key_of(item)
         if key is not None and reply is not None:
-            is_only_caller = key not in self._pending and orders is None
+            is_only_caller = key not in self._pending
             if is_only_caller and len(outputs) == 1 and key_of(outputs[0]) == key:
                 self._answer(key, item, (reply,), outputs[0], began)
                 return
@@ -304,7 +292,6 @@ class LedgerThread:
             pending.replies[caller] = reply
             pending.last = self._last_tick
             pending.lasting = pending.lasting or lasting
-            pending.orders = orders or pending.orders
         self._deliver_all(outputs)
 
     def _apply(self, item: c.Input, record: bytes | None = None) -> list[c.Output]:
@@ -339,19 +326,12 @@ class LedgerThread:
         key = key_of(output)
         if key is None:  # it answers no request
             assert isinstance(output, c.UnitOrder)
-            orders = self._units.get(output.unit)
-            if orders is not None:
-                failpoint("controller.before_order")
-                try:
-                    orders(output)
-                except Exception:
-                    log.exception("Could not deliver %s", type(output).__name__)
+            failpoint("controller.before_order")
+            self._zmq.order(output)
             return
         pending = self._pending.pop(key, None)
         if pending is None:  # answered already, or withdrawn
             return
-        if isinstance(output, c.UnitAdded) and output.error is None and pending.orders is not None:
-            self._units[output.unit] = pending.orders  # replaces those of an earlier stream
         self._answer(key, pending.item, pending.replies.values(), output, pending.began)
 
     def _answer(
@@ -371,12 +351,6 @@ class LedgerThread:
                 log.exception("Could not deliver %s", type(output).__name__)
         if self._observer is not None:
             self._observer.answered(item, output, began)
-
-    def _detach(self, unit: int, orders: Orders) -> None:
-        """Report the unit as lost, unless another stream than that of `orders` serves it now."""
-        if self._units.get(unit) == orders:
-            del self._units[unit]
-            self._deliver_all(self._apply(c.UnitLost(unit=unit)))
 
     def _forget(self, item: c.Input, reply: Reply) -> None:
         """Remove the reply to a request. After the last one, the request is no longer pending and its answer is

@@ -1,4 +1,4 @@
-"""The gRPC server: all commands for clients in any language, health, reflection, and the streams of storage units.
+"""The gRPC server: all commands for clients in any language, health and reflection.
 
 It runs in one thread with its own event loop. A pending command is a future in that loop and does not block a thread.
 """
@@ -18,8 +18,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from dataplane.config import TlsFiles
-from dataplane.controller.event_loop import LedgerThread, Orders
-from dataplane.controller.grpc_public import Health, PublicCalls, abort, check_version, is_public, keys_handler, unread
+from dataplane.controller.event_loop import LedgerThread
+from dataplane.controller.grpc_public import Health, PublicCalls, abort, is_public, keys_handler, unread
 from dataplane.controller.grpc_reflection import Reflection
 from dataplane.controller.grpc_standard import CONTROL, REFLECTIONS
 from dataplane.controller.requests import Facts, heartbeat_message, message_of
@@ -53,8 +53,8 @@ GRACE_S = 0.5
 MAX_CALLS = 16384
 """Maximum number of concurrent calls, including streams. Further calls fail with RESOURCE_EXHAUSTED."""
 CONNECTIONS = 8192
-"""Maximum number of concurrent connections of clients in other languages, storage units and unauthenticated peers.
-Further connections are closed. Clients of this package have one only while they open a session."""
+"""Maximum number of concurrent connections of clients in other languages and unauthenticated peers. Further connections
+are closed. Clients and storage units of this package have one only while they open a session or register."""
 IDLE_S = 30
 """A connection without a call is closed after this time in seconds. gRPC clients reconnect automatically."""
 OPTIONS = (
@@ -88,7 +88,6 @@ class GrpcServer:
             server_credentials(tls, self._count_handshake)  # raises early if the files are unusable
         self._handshakes: Handshakes | None = None
         self._ready = threading.Event()  # the server exists, or its thread has failed
-        self._end_unit_streams: Callable[[], None] = lambda: None  # set by `serve`
         self._quiet = OneLine(LimitedLog(log))  # limits the log lines of the gRPC library
         logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
@@ -131,7 +130,6 @@ class GrpcServer:
         )
         self._ready.set()
         await self._ended.wait()
-        self._end_unit_streams()  # with ServiceUnavailableError, before gRPC cancels them
         await server.stop(GRACE_S)
 
     def bind(self, address: str) -> None:
@@ -153,8 +151,7 @@ class GrpcServer:
         self._run(self._serve(_Service(ledger_thread, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
-        """Register the handlers and start to accept calls. Sets `_end_unit_streams` for `stop`."""
-        self._end_unit_streams = service.end_unit_streams
+        """Register the handlers and start to accept calls."""
         reflection = map(_reflection_handler, REFLECTIONS)
         self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *reflection))
         await self._server.start()
@@ -205,8 +202,7 @@ def _rejection(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[
 class _Service:
     """The methods of the service: those of `control.proto`.
 
-    `_heartbeat_streams`: the number of KeepSession streams of each session. `_unit_streams`: the queue of each
-    AttachUnit stream, with the outputs for the unit; an error or None ends the stream.
+    `_heartbeat_streams`: the number of KeepSession streams of each session.
     """
 
     def __init__(self, ledger_thread: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
@@ -214,7 +210,6 @@ class _Service:
         self._facts = facts
         self._loop = loop
         self._heartbeat_streams: Counter[int] = Counter()
-        self._unit_streams: set[asyncio.Queue[c.Output | DataPlaneError | None]] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
@@ -225,34 +220,29 @@ class _Service:
         methods["Heartbeat"] = _unary_handler(self._heartbeat, pb.HeartbeatRequest)
         methods["GetKeys"] = keys_handler(self._facts)
         methods["KeepSession"] = _stream_handler(self._keep_session, pb.HeartbeatRequest)
-        methods["AttachUnit"] = _stream_handler(self._attach_unit, pb.UnitReport)
         return grpc.method_handlers_generic_handler(CONTROL, methods)
 
     async def _answer(self, request: Message, context: Context) -> Message:
         """Answer a request that is an input of the ledger."""
         return message_of(await self._submit(codec.from_pb(request)), self._facts)
 
-    async def _submit(self, item: c.Input, orders: Orders | None = None) -> c.Output:
-        """Submit `item` and return the output that answers it. orders: see `LedgerThread.submit`; only for AddUnit."""
+    async def _submit(self, item: c.Input) -> c.Output:
+        """Submit `item` and return the output that answers it."""
         answered: asyncio.Future[c.Output] = self._loop.create_future()
 
         def settle(output: c.Output) -> None:  # in the loop; `reply` is called in the ledger thread
             if not answered.done():  # done: the call was cancelled
                 answered.set_result(output)
-            elif orders is not None and isinstance(output, c.UnitAdded) and output.error is None:
-                # The unit's stream ended before the ledger accepted the unit.
-                self._ledger_thread.detach(output.unit, orders)
 
         def reply(output: c.Output) -> None:
             self._loop.call_soon_threadsafe(settle, output)
 
-        self._ledger_thread.submit(item, reply, orders=orders)
+        self._ledger_thread.submit(item, reply)
         try:
             return await answered
         except asyncio.CancelledError:
-            if orders is None:  # otherwise `settle` is still needed
-                with contextlib.suppress(ServiceUnavailableError):
-                    self._ledger_thread.withdraw(item, reply)
+            with contextlib.suppress(ServiceUnavailableError):
+                self._ledger_thread.withdraw(item, reply)
             raise
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
@@ -281,88 +271,6 @@ class _Service:
                     del self._heartbeat_streams[session]
                     with contextlib.suppress(ServiceUnavailableError):
                         self._ledger_thread.submit(c.SessionSilent(session=session))
-
-    async def _attach_unit(self, requests: AsyncIterator[pb.UnitReport], context: Context) -> AsyncIterator[Message]:
-        """Serve the stream of one storage unit: orders out, reports in. The unit is detached at the end. `order` puts
-        an order of the ledger thread into the queue `orders`."""
-        orders: asyncio.Queue[c.Output | DataPlaneError | None] = asyncio.Queue()
-
-        def order(output: c.Output) -> None:
-            self._loop.call_soon_threadsafe(orders.put_nowait, output)
-
-        reading = None
-        added = None
-        self._unit_streams.add(orders)
-        try:
-            added = await self._add_unit(requests, order, context)
-            yield codec.order_to_pb(added)
-            reading = asyncio.create_task(self._read_reports(requests, added.unit, orders))
-            while (item := await orders.get()) is not None:
-                if isinstance(item, DataPlaneError):
-                    raise item
-                yield codec.order_to_pb(item)
-        except DataPlaneError as error:
-            if reading is not None:  # it reads the requests of this call, so it ends first
-                reading.cancel()
-                await asyncio.wait([reading])
-            await abort(context, error)
-        finally:
-            self._unit_streams.discard(orders)
-            if reading is not None:
-                reading.cancel()
-            if added is not None:
-                with contextlib.suppress(ServiceUnavailableError):
-                    self._ledger_thread.detach(added.unit, order)
-
-    def end_unit_streams(self) -> None:
-        """End the streams of all storage units with `ServiceUnavailableError`."""
-        for orders in self._unit_streams:
-            orders.put_nowait(ServiceUnavailableError(address=self._facts.address, why="the service is stopping"))
-
-    async def _add_unit(
-        self,
-        requests: AsyncIterator[pb.UnitReport],
-        order: Orders,
-        context: Context,
-    ) -> c.UnitAdded:
-        """Read the first report of a stream, which must be AddUnit, and register the unit. `order` gets its orders."""
-        async for request in requests:
-            check_version(context)
-            add = codec.report_from_pb(request)
-            if not isinstance(add, c.AddUnit):
-                raise InvalidRequestError("the first report of a storage unit must be AddUnit")
-            output = await self._submit(add, order)
-            assert isinstance(output, c.UnitAdded)
-            if output.error is not None:
-                raise output.error
-            return output
-        raise InvalidRequestError("the stream ended before AddUnit")
-
-    async def _read_reports(
-        self,
-        requests: AsyncIterator[pb.UnitReport],
-        unit: int,
-        orders: asyncio.Queue[c.Output | DataPlaneError | None],
-    ) -> None:
-        """Submit reports until the stream ends. Put None into `orders` at the end, or the error that ends the
-        stream."""
-        try:
-            async for request in requests:
-                report = codec.report_from_pb(request)
-                if isinstance(report, c.AddUnit) or report.unit != unit:
-                    got = "AddUnit" if isinstance(report, c.AddUnit) else f"a report of unit {report.unit}"
-                    raise InvalidRequestError(
-                        f"the stream of storage unit {unit} accepts only reports of that unit, got {got}"
-                    )
-                self._ledger_thread.submit(report)
-            orders.put_nowait(None)
-        except DataPlaneError as error:
-            orders.put_nowait(error)
-        except DecodeError as error:
-            orders.put_nowait(InvalidRequestError(f"malformed report of a storage unit ({error})"))
-        except Exception as error:
-            log.exception("Failed on a report of storage unit %d", unit)
-            orders.put_nowait(InternalError(what=repr(error)))
 
 
 def _unary_handler(

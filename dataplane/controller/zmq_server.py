@@ -1,13 +1,16 @@
-"""The ZMQ server: a ROUTER socket that receives the commands of Python clients and detects their disconnects."""
+"""The ZMQ server: a ROUTER socket for the commands of Python clients and the reports of storage units. It detects the
+end of their connections."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -17,7 +20,12 @@ from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import cannot_listen
 from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive_event, send
-from dataplane.errors import DataPlaneError, InternalError
+from dataplane.errors import (
+    DataPlaneError,
+    InternalError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+)
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
@@ -32,10 +40,20 @@ LOOKS = 8
 """Maximum number of monitor reads per call: connections may open or close while requests are handled."""
 BACKLOG = 4096
 """Listen backlog. A client opens two connections, and a thousand clients may start within one second."""
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 20,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+}
+"""A connection whose host vanishes is closed after 30 s, also before the first ping of a storage unit."""
 GOODBYE_MS = 500
 """Time in milliseconds that closing waits for the last replies to be sent."""
 
 
+_MORE = int(zmq.SNDMORE) | NOBLOCK
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.EAGAIN)
+"""Errors of a send: the connection has ended, or its peer does not read."""
 _NO_HANDSHAKE = (
     "it did not send this protocol's handshake; if it is an older client, install the release of the service"
 )
@@ -50,12 +68,22 @@ class Handler(Protocol):
     def min_heartbeat_s(self) -> float: ...
 
 
+@dataclass(eq=False)
+class _UnitLink:
+    """The connection of a registered storage unit. `caller` is its routing id, `descriptor` its file descriptor."""
+
+    caller: bytes
+    descriptor: int
+    unit: int = 0
+
+
 class ZmqServer:
     """Binds in the constructor, to `host`:`port` (0: any free port) and an ipc endpoint. One thread must serve: it
     polls `socket` and `monitor` and calls `serve` and `notice_disconnects`.
 
     The connection that carries a session's heartbeats represents its client: if it closes before the session sends Bye,
-    the handler receives `SessionSilent`. With a `ticket`, only peers that present it are served, encrypted with `keys`.
+    the handler receives `SessionSilent`. A connection over which a unit was added represents the unit: if it closes,
+    the handler receives `UnitLost`. With a `ticket`, only peers that present it are served, encrypted with `keys`.
     Raises `PortTakenError` if the port is in use.
     """
 
@@ -67,10 +95,20 @@ class ZmqServer:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
         self.socket.set(zmq.MAXMSGSIZE, zmq_frames.MAX_REQUEST_FRAME_BYTES)
+        for option, value in KEEPALIVE.items():
+            self.socket.set(option, value)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # `send` raises for an unreachable peer, see `_note_unreachable`
         self._admission: Admission | None = None  # None without a ticket
         self._session_of: dict[int, int] = {}  # by the descriptor of the connection that carries its heartbeats
         self._connections: Counter[int] = Counter()  # of each session in `_session_of`
-        self._heartbeat_descriptors: set[int] = set()  # that carried a heartbeat since the last `notice_disconnects`
+        self._fresh_descriptors: set[int] = set()
+        """Carried a heartbeat or `AddUnit` since the last `notice_disconnects`."""
+        self._link_at: dict[int, _UnitLink] = {}
+        """The open links of storage units by descriptor."""
+        self._link_of: dict[int, _UnitLink] = {}
+        """By unit, the link over which it was added last. It is in `_link_at`, too."""
+        self._unreachable: list[_UnitLink] = []
+        """Links to which a message could not be sent. `_end_unreachable` ends them."""
         self._handshake_failed = False  # of the peer whose disconnect is the next event
         self._closed = False
         self._held: dict[bytes, list[bytes]] | None = None  # the frames of replies by caller, see `replies_together`
@@ -104,6 +142,8 @@ class ZmqServer:
 
     def serve(self, handler: Handler) -> bool:
         """Handle one message and return whether there was one. Call it when `socket` is readable. Does not block."""
+        if self._unreachable:
+            self._end_unreachable(handler)
         receive = self.socket.recv
         try:
             peer = receive(NOBLOCK, copy=False)
@@ -145,11 +185,11 @@ class ZmqServer:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
-                    # Whether a later connection reuses the descriptor and has already sent a heartbeat over it. Then
-                    # `_session_of` already has that connection's session.
-                    replaced = later_accepts[descriptor] > 0 and descriptor in self._heartbeat_descriptors
+                    # Whether a later connection reuses the descriptor and has already sent a heartbeat or `AddUnit`
+                    # over it. Then the descriptor already stands for that connection's session or unit.
+                    replaced = later_accepts[descriptor] > 0 and descriptor in self._fresh_descriptors
                     self._end_connection(handler, descriptor, replaced)
-        self._heartbeat_descriptors.clear()
+        self._fresh_descriptors.clear()
 
     def _monitor_events(self) -> list[tuple[int, int]]:
         """Read the pending events of the monitor. Return (event, descriptor) pairs."""
@@ -162,13 +202,17 @@ class ZmqServer:
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
-        """Handle a closed connection: log a failed handshake, and report its session as silent, unless another
-        connection has the session too. replaced: a later connection reuses the descriptor, and the session that
-        `_session_of` has for it is already that connection's."""
+        """Handle a closed connection: log a failed handshake, report its unit as lost, and report its session as silent
+        unless another connection has the session too. replaced: a later connection reuses the descriptor, which
+        already stands for that connection's session or unit."""
         if self._admission is not None and self._handshake_failed:  # the event before this one, of the same peer
             self._handshake_failed = False
             self._admission.complain("a peer", _NO_HANDSHAKE)
-        session = None if replaced else self._forget(descriptor)
+        if replaced:
+            return
+        if descriptor in self._link_at:
+            self._end_link(handler, self._link_at[descriptor])
+        session = self._forget(descriptor)
         if session is not None and session not in self._connections:
             handler.handle(c.SessionSilent(session=session), None, caller=None)
 
@@ -199,10 +243,14 @@ class ZmqServer:
         caller = peer.bytes
         try:
             item = messages.decode_request(request)
-            if isinstance(item, c.Heartbeat):
-                self._handle_heartbeat(handler, item, peer)
-            else:
+            if isinstance(item, c.Call | c.OpenSession | c.DropUnit):
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller, record=request)
+            elif isinstance(item, c.Heartbeat):
+                self._handle_heartbeat(handler, item, peer)
+            elif isinstance(item, c.AddUnit):
+                self._add_unit(handler, item, peer, request)
+            else:
+                self._handle_report(handler, item, peer, request)
         except DataPlaneError as error:
             self._log_rejection(caller, error)
             self._send(caller, zmq_frames.refusal(messages.call_id_of(request), error))
@@ -218,15 +266,82 @@ class ZmqServer:
     def _handle_heartbeat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
         """Pass a heartbeat to the handler and reply to it. This connection now represents the session's client."""
         assert self._facts is not None
-        # Only this connection has the descriptor now, so an earlier session of the descriptor is obsolete.
-        descriptor = int(peer.get(zmq.SRCFD))
-        self._forget(descriptor)
+        descriptor = self._take_descriptor(handler, peer)
         self._session_of[descriptor] = item.session
         self._connections[item.session] += 1
-        self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
         reply = zmq_frames.HeartbeatReply(epoch=self._facts.epoch, min_heartbeat_s=handler.min_heartbeat_s)
         self._send(peer.bytes, zmq_frames.answer(0, reply))
+
+    def _take_descriptor(self, handler: Handler, peer: zmq.Frame) -> int:
+        """Return the descriptor of the connection of `peer`. Only this connection has it now, so the session or unit of
+        an earlier connection with this descriptor is removed."""
+        descriptor = int(peer.get(zmq.SRCFD))
+        link = self._link_at.get(descriptor)
+        if link is not None and link.caller != peer.bytes:
+            self._end_link(handler, link)
+        self._forget(descriptor)
+        self._fresh_descriptors.add(descriptor)
+        return descriptor
+
+    # --- storage units
+
+    def _add_unit(self, handler: Handler, item: c.AddUnit, peer: zmq.Frame, request: bytes) -> None:
+        """Pass the registration of a unit to the handler. If it is accepted, its connection now represents the unit."""
+        link = _UnitLink(peer.bytes, self._take_descriptor(handler, peer))
+        if link.descriptor in self._link_at:
+            unit = self._link_at[link.descriptor].unit
+            raise InvalidRequestError(f"this connection has registered storage unit {unit}; open another one")
+        handler.handle(item, functools.partial(self._accept, link), caller=link.caller, record=request)
+
+    def _accept(self, link: _UnitLink, output: c.Output) -> None:
+        """Record the link of a unit that the ledger has accepted, and send the unit the ledger's output."""
+        if isinstance(output, c.UnitAdded) and output.error is None:
+            link.unit = output.unit
+            self._link_at[link.descriptor] = link
+            self._link_of[link.unit] = link
+        self._reply(link.caller, output)
+
+    def _handle_report(self, handler: Handler, item: c.UnitReport, peer: zmq.Frame, request: bytes) -> None:
+        """Pass a report to the handler and confirm it. A connection may report for its own unit only."""
+        link = self._link_at.get(int(peer.get(zmq.SRCFD)))
+        if link is None or link.caller != peer.bytes:  # a message to it was lost, so the unit must register again
+            assert self._facts is not None
+            raise ServiceUnavailableError(address=self._facts.address, why="this connection has no storage unit")
+        if item.unit != link.unit:
+            got = f"{type(item).__name__} of unit {item.unit}"
+            raise InvalidRequestError(f"the connection of storage unit {link.unit} accepts only its reports, got {got}")
+        handler.handle(item, None, caller=link.caller, record=request)
+        self._send(link.caller, zmq_frames.answer(0, zmq_frames.ReportHandled()))
+
+    def order(self, order: c.UnitOrder) -> None:
+        """Send an order to its unit, if the unit is connected."""
+        link = self._link_of.get(order.unit)
+        if link is not None:
+            self._send(link.caller, zmq_frames.answer(0, order))
+
+    def _end_link(self, handler: Handler, link: _UnitLink) -> None:
+        """Remove the link. Report its unit as lost, unless another link has replaced this one."""
+        del self._link_at[link.descriptor]
+        if self._link_of[link.unit] is link:
+            del self._link_of[link.unit]
+            handler.handle(c.UnitLost(unit=link.unit), None, caller=None)
+
+    def _end_unreachable(self, handler: Handler) -> None:
+        """Remove the links to which a message could not be sent. A unit whose connection is still open learns it from
+        the reply to its next report, and registers again."""
+        while self._unreachable:
+            link = self._unreachable.pop()
+            if self._link_at.get(link.descriptor) is link:
+                self._end_link(handler, link)
+
+    def _note_unreachable(self, caller: bytes, error: zmq.ZMQError) -> None:
+        """Drop a message that could not be sent. A client repeats its request; the link of a unit must end."""
+        if error.errno not in _UNREACHABLE:
+            raise error
+        self._unreachable += [link for link in self._link_at.values() if link.caller == caller]
+
+    # --- replies
 
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""
@@ -234,11 +349,14 @@ class ZmqServer:
         self._send(caller, frame_of(output, self._facts))
 
     def _send(self, caller: bytes, frame: bytes) -> None:
-        """Send a reply, or hold it (see `replies_together`). Does not block. A ROUTER drops messages
-        that the peer does not accept; the client resends."""
+        """Send a reply, or hold it (see `replies_together`). Does not block. A message that the peer does not accept is
+        dropped (see `_note_unreachable`)."""
         if self._held is None:
-            self.socket.send(caller, zmq.SNDMORE)
-            self.socket.send(frame)
+            try:
+                self.socket.send(caller, _MORE)
+                self.socket.send(frame)
+            except zmq.ZMQError as error:
+                self._note_unreachable(caller, error)
         else:
             self._held.setdefault(caller, [caller]).append(frame)
 
@@ -253,8 +371,11 @@ class ZmqServer:
             yield
         finally:
             held, self._held = self._held, None
-            for frames in held.values():
-                send(self.socket, frames)
+            for caller, frames in held.items():
+                try:
+                    send(self.socket, frames, NOBLOCK)
+                except zmq.ZMQError as error:
+                    self._note_unreachable(caller, error)
 
     def close(self) -> None:
         """Send the last replies, then close. Idempotent. Only for the serving thread, or before it starts."""

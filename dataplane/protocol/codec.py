@@ -1,4 +1,4 @@
-"""Conversion between the messages of gRPC and the encoded form of inputs, results and orders.
+"""Conversion between the messages of gRPC and the encoded form of inputs and results.
 
 `proto/generate.py` makes a message from each Struct of `ledger.commands`, with the same fields. A
 message is therefore read without a table: its fields become the msgpack that a client sends over
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol.pb import control_pb2 as pb
@@ -25,8 +24,6 @@ Convert = Callable[[Any], Any]
 Content = dict[str, Any]
 """The fields of a message by name, as msgpack has them."""
 M = TypeVar("M", bound=Message)
-
-Report = c.AddUnit | c.SessionAttached | c.SessionGone | c.SessionAlive | c.Grown
 
 UNION = "kind"
 """The oneof of a message that stands for a value of several types. None of them set: the value is
@@ -45,13 +42,10 @@ be absent, or is in another one."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
-_ORDERS: dict[str, msgspec.msgpack.Decoder[c.Output]] = {
-    kind.__name__: messages.decoder(kind) for kind in (c.UnitAdded, *get_args(c.UnitOrder))
-}
 
 
 def from_pb(wire: Message) -> c.Input:
-    """Return the input of a request or report. Raises `InvalidRequestError` if the message is
+    """Return the input of a request. Raises `InvalidRequestError` if the message is
     malformed."""
     name = wire.DESCRIPTOR.name.removesuffix("Request")
     # Required fields that are absent are None, which some of them may be.
@@ -66,45 +60,9 @@ def from_pb(wire: Message) -> c.Input:
 
 
 def to_pb(value: c.Value) -> Message:
-    """Return the message of a result, report or output."""
+    """Return the message of a result or output."""
     kind: type[Message] = getattr(pb, type(value).__name__)
     return filled(kind, _content_of_value(value))
-
-
-def report_to_pb(report: c.Input) -> pb.UnitReport:
-    """Return the message of a report. Raises `InvalidRequestError` for other inputs."""
-    return _chosen(pb.UnitReport, report)
-
-
-def report_from_pb(wire: pb.UnitReport) -> Report:
-    """Return the report of a message. Raises `InvalidRequestError` for a malformed message or a
-    kind of report that this version does not support."""
-    name = wire.WhichOneof("report")
-    if name is None:
-        raise InvalidRequestError(
-            "empty or unsupported report; the storage unit may be newer than the controller: "
-            "install the same release on both"
-        )
-    return cast(Report, from_pb(getattr(wire, name)))
-
-
-def order_to_pb(order: c.Output) -> pb.UnitOrder:
-    """Return the message of `UnitAdded` or an order."""
-    return _chosen(pb.UnitOrder, order)
-
-
-def order_from_pb(wire: pb.UnitOrder) -> c.Output:
-    """Return the order of a message. Raises `InvalidRequestError` for a kind of order that this
-    version does not support, `InternalError` for a malformed one."""
-    name = wire.WhichOneof("order")
-    if name is None:
-        raise InvalidRequestError(
-            "empty or unsupported order; the controller may be newer than the storage unit: "
-            "install the same release on both"
-        )
-    part = getattr(wire, name)
-    decoder = _ORDERS[part.DESCRIPTOR.name]
-    return messages.decode_with(decoder, _pack(content_of(part)))
 
 
 def content_of(wire: Message) -> Content:
@@ -131,14 +89,6 @@ def _content_of_value(value: c.Value) -> Content:
     if isinstance(content, list):  # of an input: its name and its fields
         return dict(zip(value.__struct_fields__, content[1:], strict=True))
     return cast(Content, content)
-
-
-def _chosen(kind: type[M], value: c.Value) -> M:
-    """Return the message of one of several values, each of which has its field in it."""
-    name = value.operation()
-    if name not in kind.DESCRIPTOR.fields_by_name:
-        raise InvalidRequestError(f"a {kind.DESCRIPTOR.name} cannot have a {type(value).__name__}")
-    return filled(kind, {name: _content_of_value(value)})
 
 
 def _is_wrapper(message: Descriptor) -> bool:

@@ -1,8 +1,8 @@
 """The keys and tickets for a service's ZMQ servers, and the call by which a client obtains them.
 
-A client makes one small call to the gRPC server before it sends any other data. The service replies with a proof that
-it has the secret. The call is made without gRPC (see `client.rpc.handshake`) and has no body: everything that the
-service accepts from an unauthenticated client fits into the headers.
+A client or storage unit makes one small call to the gRPC server before it sends any other data. The service replies
+with a proof that it has the secret. The call is made without gRPC (see `client.rpc.handshake`) and has no body:
+everything that the service accepts from an unauthenticated client fits into the headers.
 """
 
 from __future__ import annotations

@@ -76,14 +76,6 @@ def server_credentials(files: TlsFiles, connected: Callable[[], None]) -> grpc.S
     return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
 
 
-def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Return the credentials of a storage unit's gRPC channel. Raises ValueError as `client_context` does."""
-    import grpc  # noqa: PLC0415
-
-    client_context(files)  # raises ValueError if a file is unusable
-    return grpc.ssl_channel_credentials(_read(files.ca_file), _read(files.key_file), _read(files.cert_file))
-
-
 def _read(path: str) -> bytes:
     return Path(path).read_bytes()
 

@@ -1,8 +1,9 @@
-"""The messages between clients and the ZMQ server, as frames.
+"""The messages between the ZMQ server and its clients and storage units, as frames.
 
 A request is the encoded form of an input (`ledger.encoding.messages`). A reply is a frame: msgpack of the id of its
 call, "ok" and the encoded result, or the name of an error and its facts. A message carries any number of replies, and
-up to `MAX_JOINED` requests.
+up to `MAX_JOINED` requests. A storage unit sends `AddUnit` and then its reports. Each has one reply, in their order.
+Orders to the unit are replies to nothing.
 """
 
 from __future__ import annotations
@@ -181,5 +182,13 @@ class HeartbeatReply(c.Value, frozen=True, kw_only=True):
     min_heartbeat_s: float
 
 
+class ReportHandled(c.Value, frozen=True, kw_only=True, tag=True):
+    """The reply to a report of a storage unit, which therefore needs no repetition."""
+
+
+UnitMessage = c.UnitAdded | c.UnitOrder | ReportHandled
+"""What the body of a reply to a storage unit is."""
+
 WELCOME = messages.decoder(Welcome)
+UNIT_MESSAGE: msgspec.msgpack.Decoder[UnitMessage] = messages.decoder(UnitMessage)  # type: ignore[arg-type]  # a union
 HEARTBEAT_REPLY = messages.decoder(HeartbeatReply)

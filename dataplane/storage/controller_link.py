@@ -1,20 +1,28 @@
-"""A storage unit's connection to the controller."""
+"""A storage unit's link: its connection to the ZMQ server of the controller.
+
+The unit sends `AddUnit`, which the controller answers with the unit's id, then reports, each of which is confirmed, and
+it receives orders. If one end dies, the other one notices at once that the connection closes. If its host vanishes or
+the process is stopped, ZMQ closes the connection, after `SILENT_S` at the latest.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import msgspec
+import zmq
 
 from dataplane.config import TlsFiles
 from dataplane.core.addresses import resolve
-from dataplane.core.durations import Backoff
+from dataplane.core.durations import LONGEST_S, Backoff
 from dataplane.core.failpoints import failpoint
+from dataplane.core.zmq_io import NOBLOCK, Waker, arrived, poll_ms, readable, receive_event, send
 from dataplane.errors import (
     AuthenticationError,
     CallTimeoutError,
@@ -27,93 +35,64 @@ from dataplane.errors import (
     TlsError,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol.grpc_loader import import_with_grpc
+from dataplane.ledger.encoding import messages
+from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import Socket, probe, unconnected_dealer, zmq_address_of
+from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 from dataplane.protocol.server_keys import ConnectionKeys, keys_of
-
-if TYPE_CHECKING:
-    from dataplane.storage.grpc_stream import GrpcLink
 
 log = logging.getLogger(__name__)
 
-
 CLOSE_S = 5.0
+"""Maximum time that `close` waits until the controller has confirmed the reports."""
 OPENING_S = 60.0
-"""Timeout of the first reply. It is long because the machine of a starting service may be very busy."""
+"""Timeout of the first registration. It is long because the machine of a starting service may be very busy."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Maximum backoff between connection attempts. The backoff doubles from `FIRST_PAUSE_S`, with jitter."""
+PING_S = 5.0
+SILENT_S = 30.0
+"""ZMQ pings the controller every `PING_S`. An end that receives nothing closes the connection `SILENT_S` after the last
+ping that was answered."""
+CLOSED = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
+ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""Events of a connection that has ended. After the first two alone, the cause is unknown."""
 FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
-"""Permanent errors, which are not retried."""
+"""Permanent errors of a registration, which is not retried."""
 TRANSIENT = (ServiceRestartedError, ServiceUnavailableError)
 """Transient errors, after which `open` registers the unit again."""
 
 
-class Outbox:
-    """The ordered queue of a unit's reports, sent through one stream at a time. The next stream repeats the report at
-    which a stream broke, so the controller may receive a report twice. Thread-safe. `_stream_id`: the id of the
-    current stream; a stream of another id ends."""
+class LinkState(enum.Enum):
+    """The state of a link."""
 
-    def __init__(self) -> None:
-        self._items: deque[c.Input | None] = deque()
-        self._stream_id = 0
-        self._changed = threading.Condition()
+    NEW = "new"  # `open` was not called
+    OPENING = "opening"  # `open` registers the unit, in its caller's thread
+    REGISTERED = "registered"  # reports and orders flow, in the link's thread
+    BROKEN = "broken"  # the connection ended; the link's thread registers the unit again
+    CLOSING = "closing"  # `close` was called: a registered link sends the queued reports, others end
+    ENDED = "ended"
 
-    def put(self, item: c.Input | None) -> None:
-        """Append a report. None marks the end of the queue."""
-        with self._changed:
-            self._items.append(item)
-            self._changed.notify_all()
 
-    def clear(self) -> None:
-        """Drop the reports that were not sent."""
-        with self._changed:
-            self._items.clear()
-
-    def stream(self, first: Iterable[c.Input]) -> Iterator[c.Input]:
-        """Return an iterator over `first` and then the reports, until the queue's end or the next `stream` or `end`."""
-        with self._changed:
-            self._stream_id += 1
-            self._changed.notify_all()
-            return self._items_of(self._stream_id, list(first))
-
-    def end(self) -> None:
-        """End the current stream."""
-        with self._changed:
-            self._stream_id += 1
-            self._changed.notify_all()
-
-    def _items_of(self, stream: int, first: list[c.Input]) -> Iterator[c.Input]:
-        """Yield the items of stream `stream`: `first`, then the queue. A report leaves the queue when the next
-        one is requested."""
-        yield from first
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._items or self._stream_id != stream)
-                if self._stream_id != stream:  # `stream` or `end` was called
-                    return
-                item = self._items[0]
-            if item is None:  # it stays in the queue, so that later streams end, too
-                return
-            failpoint("unit.report.before")
-            yield item
-            failpoint("unit.report.after")
-            with self._changed:
-                if self._stream_id == stream:
-                    self._items.popleft()
+_NEXT = {
+    LinkState.NEW: {LinkState.OPENING, LinkState.ENDED},
+    LinkState.OPENING: {LinkState.REGISTERED, LinkState.CLOSING, LinkState.ENDED},
+    LinkState.REGISTERED: {LinkState.BROKEN, LinkState.CLOSING, LinkState.ENDED},
+    LinkState.BROKEN: {LinkState.REGISTERED, LinkState.CLOSING, LinkState.ENDED},
+    LinkState.CLOSING: {LinkState.ENDED},
+    LinkState.ENDED: set(),
+}
+_OVER = (LinkState.CLOSING, LinkState.ENDED)
 
 
 class UnitLink:
     """Registers a unit and carries its reports and orders, in order, while it is open. Thread-safe.
 
     When the connection breaks, the link resolves the address again and reconnects. The unit registers under its id,
-    then sends its attached sessions and the reports queued meanwhile. A controller that lost its state has no record of
-    the unit, so the unit registers as a new one. If the link cannot reconnect within `reconnect_s`, or the controller
-    rejects the unit, the link sets `lost` and drops further reports.
-
-    `_add`: the registration with which the next stream begins. `_attached`: the attached sessions by id. `_guard`:
-    held to use both. `_answered`: the first registration succeeded or failed; `_outcome` is then the unit's id or
-    the error. `_settled`: the current stream was accepted or has ended. `_busy`: the error of the last attempt, if the
-    service was unavailable. `_closed`: `close` was called. `lost`: the link has ended, also after `close`.
+    then sends its attached sessions and the reports that were not confirmed, so the controller may receive a report
+    twice. A controller that lost its state has no record of the unit, so the unit registers as a new one. If the link
+    cannot reconnect within `reconnect_s`, or the controller rejects the unit, the link sets `lost` and drops further
+    reports.
     """
 
     def __init__(
@@ -131,19 +110,30 @@ class UnitLink:
         self._tls = tls
         self._timeout_s = timeout_s
         self._opening_s = opening_s
-        self._opening_end = 0.0  # when `opening_s` ends, by time.monotonic()
         self._reconnect_s = reconnect_s
+        self._state = LinkState.NEW
+        """Changes in `_become` only, while `_changed` is held."""
+        self._changed = threading.Condition()
+        self._waker = Waker()
+        """Ends a poll of the link after a new report and after `close`. Closed when the link has ended."""
         self._add: c.AddUnit | None = None
-        self._outbox = Outbox()
-        self._guard = threading.Lock()
+        """The next registration: with the unit's id once it has one, and with the memory that it reported last."""
         self._attached: dict[int, c.SessionAttached] = {}
-        self._answered = threading.Event()
-        self._settled = threading.Event()
-        self._closed = threading.Event()
-        self._outcome: int | Exception = ClientClosedError(why="open() was not called")
-        self._busy: ServiceUnavailableError | None = None
+        """The attached sessions by id. A registration of a known unit is followed by these."""
+        self._reports: deque[c.UnitReport] = deque()
+        """The reports without a confirmation, oldest first. `_changed` is held to use these three."""
+        self._sent = 0
+        """How many of `_reports`, from the first, were sent over the current connection."""
+        self._close_by = 0.0  # in state CLOSING: when the link ends, by time.monotonic()
+        self._context: zmq.Context[Socket] | None = None
+        self._connection: _Connection | None = None
+        """The current connection, or the last one. Used by `open`, then by the link's thread."""
         self._thread: threading.Thread | None = None
         self.lost = threading.Event()
+        """The link has ended, also after `close`."""
+
+    def __repr__(self) -> str:
+        return f"<UnitLink to {self._address}: {self._state.value}, {len(self._reports)} reports>"
 
     def open(
         self,
@@ -155,47 +145,39 @@ class UnitLink:
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
         """Register the unit at the controller and return its id. `on_proven` is called with the service's proven
-        keys before each registration. The other callbacks run in the link's thread: `on_order` for each order, in
-        order; `on_added` with the id after each registration; `start_over` when the controller has no record of the
-        id: it empties the unit and returns its new registration. An exception of a callback ends the link.
+        keys before each registration; `on_added` with the id after each; `on_order` for each order, in order;
+        `start_over` when the controller has no record of the id: it empties the unit and returns its new registration.
+        The callbacks run in this thread, later in the link's. An exception of a callback ends the link.
 
-        Blocks for at most `opening_s` and retries a busy service until then. Later connection attempts are abandoned
-        after about twice `timeout_s` without a reply. Raises `ServiceUnavailableError` (at once if nothing listens),
-        `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` if the arena is already
-        registered, `ServiceRestartedError` if the controller has no record of the unit's id and there is no
-        `start_over`, `CallTimeoutError`, and the errors of the callbacks.
+        Blocks for at most `opening_s`, and registers again until then if the service restarts meanwhile. Later attempts
+        are abandoned after about twice `timeout_s` without a reply. Raises `ServiceUnavailableError` (at once if
+        nothing listens), `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` if the arena
+        is already registered, `ServiceRestartedError` if the controller has no record of the unit's id and there is no
+        `start_over`, `CallTimeoutError`, `ClientClosedError` after `close`, and the errors of the callbacks.
         """
-        assert self._thread is None, "opened twice"
-        if self._closed.is_set():
-            raise ClientClosedError()
+        self._become(LinkState.OPENING)
         self._add = add
         self._on_order = on_order
         self._on_added = on_added
         self._start_over = start_over
         self._on_proven = on_proven
-        self._opening_end = time.monotonic() + self._opening_s
-        address = resolve(self._address)
-        link = self._open_stream(address)
-        self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
+        try:
+            with enough_for(self._address, least=OF_A_CONTEXT):
+                self._context = zmq.Context()
+            self._open(time.monotonic() + self._opening_s)
+        except BaseException:
+            self._end()
+            raise
+        unit = self._add.unit
+        self._thread = threading.Thread(target=self._run, name="tq-unit-link", daemon=True)
         self._thread.start()
-        if not self._answered.wait(self._limit_s()):
-            busy = self._busy
-            self.close()
-            if busy is not None:
-                raise busy
-            what = "registration of the storage unit"
-            raise CallTimeoutError(what=what, waited_s=self._opening_s, peer=f"the controller at {address}")
-        if isinstance(self._outcome, Exception):
-            self.close()
-            raise self._outcome
-        return self._outcome
+        return unit
 
-    def report(self, item: c.Input) -> None:
-        """Queue a report for the controller. Does not block. Also records what the next registration (`_add`) and the
-        next stream (`_attached`) must tell the controller."""
-        if self.lost.is_set():
-            return
-        with self._guard:
+    def report(self, item: c.UnitReport) -> None:
+        """Queue a report for the controller. Does not block. Does nothing once the link has ended."""
+        with self._changed:
+            if self._state is LinkState.ENDED:
+                return
             match item:
                 case c.SessionAttached(session=session):
                     self._attached[session] = item
@@ -203,151 +185,273 @@ class UnitLink:
                     self._attached.pop(session, None)
                 case c.Grown(backed_bytes=backed) if self._add is not None:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=max(backed, self._add.backed_bytes))
-            self._outbox.put(item)
+            self._reports.append(item)
+            self._waker.wake()
 
     def close(self) -> None:
-        """Close the connection after sending the queued reports, unless it is broken. Blocks for up to `CLOSE_S`.
-        Idempotent."""
-        self._closed.set()
-        self._settled.set()  # after `_closed`, see `_run_stream`
-        self._outbox.put(None)  # ends the stream after the reports
+        """Close the connection after the controller has confirmed the queued reports, unless it is broken. Blocks for
+        up to `CLOSE_S`. Idempotent."""
+        with self._changed:
+            if self._state is LinkState.NEW:
+                self._end()
+            elif self._state not in _OVER:
+                self._close_by = time.monotonic() + CLOSE_S
+                self._become(LinkState.CLOSING)
         # A callback may call this in the link's thread, which cannot wait for itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 log.error("Connection to the controller did not close within %.1f s", CLOSE_S)
 
-    # --- the link's thread
+    def _become(self, state: LinkState) -> None:
+        """Change the state. Raises `ClientClosedError` if the link was closed."""
+        with self._changed:
+            if self._state in _OVER and state is not LinkState.ENDED:
+                raise ClientClosedError()
+            assert state in _NEXT[self._state], (self._state, state)
+            self._state = state
+            self._changed.notify_all()
+            self._waker.wake()
 
-    def _run(self, link: GrpcLink | None) -> None:
-        """Run one stream after another, with backoff, until the link is closed or fails permanently."""
-        # Only this frame refers to `link`. A forked child keeps the frame forever and so never finalizes gRPC objects.
-        error: Exception | None = None  # of the last stream, or of the last attempt to connect; `link` is then None
-        # `broke_at`: when the last accepted stream ended; before that, the start of the link.
-        broke_at = time.monotonic()
+    def _end(self) -> None:
+        """End the link and free its resources."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        with self._changed:
+            self._become(LinkState.ENDED)
+            self._reports.clear()
+            self._waker.close()
+        self.lost.set()
+
+    # --- registration
+
+    def _open(self, deadline: float) -> None:
+        """Register the unit for the first time."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        try:
-            while True:
-                if link is not None:
-                    accepted, error = self._run_stream(link)
-                    link.close()
-                    if not self._answered.is_set() and not isinstance(error, TRANSIENT):
-                        return  # the first registration failed permanently; `open` raises the error
-                    if accepted:
-                        broke_at = time.monotonic()
-                        backoff.reset()
-                if self._closed.is_set() or not self._should_reconnect(error, time.monotonic() - broke_at):
-                    return
-                if self._closed.wait(backoff.take()):
-                    return
-                self._busy = error if isinstance(error, ServiceUnavailableError) else None
-                link, error = self._reconnect()
-        except Exception as failed:
-            error = failed
-            if self._answered.is_set() and not self._closed.is_set():
-                log.exception("Connection to the controller failed and is not retried")
-        finally:
-            if error is not None:
-                self._outcome = error  # before `_answered` is set, because `open` then reads it
-            self.lost.set()
-            self._answered.set()
-            self._outbox.end()
-            if link is not None:
-                link.close()
+        while True:
+            connection = self._connect(deadline)
+            try:
+                self._register(connection, deadline)
+                return
+            except _BrokenError as broken:
+                error = broken.cause
+            if not isinstance(error, TRANSIENT) or self._end_reason(error, deadline):
+                raise error
+            self._pause(backoff.take())
 
-    def _should_reconnect(self, error: Exception | None, broken_s: float) -> bool:
-        """Log the state of the connection, broken for `broken_s`, and return whether to reconnect. Empty the unit if
-        the controller lost its record of it."""
+    def _reconnect(self, error: DataPlaneError) -> bool:
+        """Register the unit again after its connection broke with `error`. Return False if the link has to end."""
+        deadline = time.monotonic() + self._reconnect_s
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            why = self._end_reason(error, deadline)
+            if why:
+                log.error("Controller at %s %s: %s", self._address, why, error)
+                return False
+            self._pause(backoff.take())
+            attempt_ends = time.monotonic() + self._timeout_s
+            try:
+                connection = self._connect(attempt_ends)
+            except ClientClosedError:
+                raise
+            except Exception as caught:  # another process may listen at the controller's address for a while
+                error = ServiceUnavailableError(address=self._address, why=str(caught))
+                continue
+            try:
+                self._register(connection, attempt_ends + self._timeout_s)
+                return True
+            except _BrokenError as broken:
+                error = broken.cause
+
+    def _end_reason(self, error: DataPlaneError, deadline: float) -> str:
+        """Return why the unit is not registered again after `error`, "" if it is. Empty the unit if the controller lost
+        its record of it. deadline: of the registration."""
         if isinstance(error, FINAL):
-            log.error("Controller at %s rejected this storage unit: %s", self._address, error)
-            return False
+            return "rejected this storage unit"
         if isinstance(error, ServiceRestartedError):
             if self._start_over is None:
-                log.error("Controller at %s has no record of this storage unit: %s", self._address, error)
-                return False
+                return "has no record of this storage unit"
             log.warning("Storage unit registers again with an empty arena: %s", error)
             add = self._start_over()
-            with self._guard:
-                self._outbox.clear()
+            with self._changed:
+                self._reports.clear()
                 self._attached.clear()
                 self._add = add
-        elif broken_s >= self._reconnect_s:
-            log.error("Controller at %s was unreachable for %.1f s; giving up: %s", self._address, broken_s, error)
+        elif time.monotonic() >= deadline:
+            return "was unreachable for too long; giving up"
+        return ""
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait. Raises `ClientClosedError` once the link is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state in _OVER, pause_s)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        """Raise `ClientClosedError` if the link is closed."""
+        if self._state in _OVER:
+            raise ClientClosedError()
+
+    def _connect(self, deadline: float) -> _Connection:
+        """Verify the service at the resolved address, and connect to its ZMQ server."""
+        assert self._context is not None
+        address = resolve(self._address)
+        keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check_open)
+        zmq_address = zmq_address_of(keys.address)
+        probe(address, zmq_address, max(deadline - time.monotonic(), FIRST_PAUSE_S))
+        self._on_proven(keys)
+        with enough_for(address):
+            self._connection = _Connection(self._context, address, f"tcp://{zmq_address}", keys)
+        return self._connection
+
+    def _register(self, connection: _Connection, deadline: float) -> None:
+        """Send the registration and wait until the controller accepts it. Raises `_BrokenError` if it does not."""
+        began = time.monotonic()
+        with self._changed:
+            assert self._add is not None
+            connection.send(self._add)
+        while self._state is not LinkState.REGISTERED:
+            self._check_open()
+            now = time.monotonic()
+            if now >= deadline:
+                peer = f"the controller at {self._address}"
+                what = "registration of the storage unit"
+                connection.close()
+                raise _BrokenError(CallTimeoutError(what=what, waited_s=now - began, peer=peer))
+            self._exchange(connection, deadline - now)
+
+    def _accept(self, unit: int) -> None:
+        """Record that the controller has registered the unit under this id."""
+        with self._changed:
+            assert self._add is not None
+            self._add = msgspec.structs.replace(self._add, unit=unit)
+            self._sent = 0
+            if self._state is LinkState.BROKEN:
+                queued = {report.session for report in self._reports if isinstance(report, c.SessionAttached)}
+                known = [attached for session, attached in self._attached.items() if session not in queued]
+                self._reports.extendleft(reversed(known))
+        self._on_added(unit)
+        self._become(LinkState.REGISTERED)
+
+    # --- the link's thread
+
+    def _run(self) -> None:
+        """Serve one connection after another, until the link is closed or fails permanently."""
+        try:
+            while True:
+                assert self._connection is not None
+                try:
+                    self._serve(self._connection)
+                    return
+                except _BrokenError as broken:
+                    error = broken.cause
+                if self._state is LinkState.CLOSING:
+                    return
+                log.warning("Connection to the controller at %s broke: %s", self._address, error)
+                self._become(LinkState.BROKEN)
+                if not self._reconnect(error):
+                    return
+        except Exception:
+            if self._state not in _OVER:
+                log.exception("Connection to the controller failed and is not retried")
+        finally:
+            self._end()
+
+    def _serve(self, connection: _Connection) -> None:
+        """Send reports and execute orders until the link is closed. Raises `_BrokenError` when the connection ends."""
+        while True:
+            closing = self._state is LinkState.CLOSING  # read first: earlier reports are queued now
+            self._send_reports(connection)
+            if not closing:
+                self._exchange(connection)
+                continue
+            left_s = self._close_by - time.monotonic()
+            if not self._reports or left_s <= 0:
+                return
+            self._exchange(connection, left_s)
+
+    def _send_reports(self, connection: _Connection) -> None:
+        """Send the reports that were not sent over this connection."""
+        while self._sent < len(self._reports):
+            failpoint("unit.report.before")
+            if not connection.send(self._reports[self._sent]):
+                return  # the queue of the connection is full; confirmations empty it
+            self._sent += 1
+            failpoint("unit.report.after")
+
+    def _exchange(self, connection: _Connection, timeout_s: float = LONGEST_S) -> None:
+        """Wait for a message, a report or `close`, and handle the messages."""
+        connection.wait(self._waker.fd, timeout_s)
+        self._waker.clear()
+        for message in connection.received():
+            match message:
+                case zmq_frames.ReportHandled():
+                    with self._changed:
+                        self._reports.popleft()
+                        self._sent -= 1
+                case c.UnitAdded():
+                    self._accept(message.unit)
+                case _:
+                    self._on_order(message)
+
+
+class _BrokenError(Exception):
+    """The connection ended, the controller rejected a message (`cause` is its error), or it did not answer in time.
+    Only within this module."""
+
+    def __init__(self, cause: DataPlaneError) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class _Connection:
+    """One connection to the ZMQ server of the controller at `address`. ZMQ does not restore it. For one thread."""
+
+    def __init__(self, context: zmq.Context[Socket], address: str, endpoint: str, keys: ConnectionKeys) -> None:
+        self._address = address
+        self._dealer = unconnected_dealer(context, endpoint, keys)
+        self._dealer.set(zmq.RECONNECT_IVL, -1)
+        self._dealer.set(zmq.RCVHWM, 0)  # a unit that executes an order delays no other one in the controller
+        self._dealer.set(zmq.HEARTBEAT_IVL, int(1000 * PING_S))
+        self._dealer.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * (SILENT_S - PING_S)))
+        self._dealer.set(zmq.HEARTBEAT_TTL, int(1000 * SILENT_S))
+        self._monitor = self._dealer.get_monitor_socket(ENDS, f"inproc://tq-{secrets.token_hex(8)}")
+        self._dealer.connect(endpoint)
+
+    def send(self, item: c.Input) -> bool:
+        """Send a registration or report. Return False if the queue is full. Does not block."""
+        try:
+            send(self._dealer, zmq_frames.request(item), NOBLOCK)
+        except zmq.Again:
             return False
         return True
 
-    def _reconnect(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
-        """Reconnect, or return the error. Every error counts as transient here, because another process may listen
-        at the controller's address for a while."""
+    def wait(self, fd: int, timeout_s: float) -> None:
+        """Wait until a message has arrived, the connection has ended, or `fd` is readable."""
+        sources = [(source, zmq.POLLIN) for source in (self._dealer, self._monitor, fd)]
+        zmq.zmq_poll(sources, poll_ms(timeout_s))
+
+    def received(self) -> Iterator[zmq_frames.UnitMessage]:
+        """Yield the messages that have arrived. Raises `_BrokenError` after the last one of an ended connection, and
+        for an error reply."""
+        event = receive_event(self._monitor)[0] if readable(self._monitor) else None  # before the last messages
         try:
-            return self._open_stream(resolve(self._address)), None
-        except FINAL as error:
-            return None, ServiceUnavailableError(address=self._address, why=str(error))
+            for frames in arrived(self._dealer):
+                for reply in zmq_frames.Reply.parse([frame.bytes for frame in frames]):
+                    yield messages.decode_with(zmq_frames.UNIT_MESSAGE, reply.good_body())
         except DataPlaneError as error:
-            return None, error
-        except Exception as error:
-            return None, ServiceUnavailableError(address=self._address, why=f"cannot resolve the address: {error}")
+            self.close()
+            raise _BrokenError(error) from error
+        if event is not None:
+            self.close()
+            why = "it closed the connection" if event in CLOSED else "it rejected the keys that it has just issued"
+            raise _BrokenError(ServiceUnavailableError(address=self._address, why=why))
 
-    def _open_stream(self, address: str) -> GrpcLink:
-        """Verify the service at `address` and open a stream that begins with the registration."""
-        deadline = time.monotonic() + self._limit_s()
-        keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
-        self._on_proven(keys)
-        with self._guard:
-            add = self._add
-            assert add is not None
-            attached = list(self._attached.values()) if add.unit else []  # a new unit has no sessions
-            grpc_stream = import_with_grpc("dataplane.storage.grpc_stream")
-            link: GrpcLink = grpc_stream.GrpcLink(address, keys, self._outbox.stream([add, *attached]), self._tls)
-            return link
-
-    def _limit_s(self) -> float:
-        """Return the timeout for the controller's reply: `timeout_s`; for the first reply, the rest of `opening_s`."""
-        if self._answered.is_set():
-            return self._timeout_s
-        return max(0.0, self._opening_end - time.monotonic())
-
-    def _check(self) -> None:
-        """Raise `ClientClosedError` after `close`, to end a wait for the service's keys."""
-        if self._closed.is_set():
-            raise ClientClosedError()
-
-    def _run_stream(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
-        """Run one stream, from AddUnit to its end. Return whether the unit was accepted, and the error that ended the
-        stream, or None."""
-        accepted = threading.Event()
-        self._settled.clear()
-        if self._closed.is_set():  # `close` may have set `_settled` before it was cleared
-            self._settled.set()
-        threading.Thread(target=self._enforce_limit, args=(link, accepted), name="tq-unit-limit", daemon=True).start()
-        error: DataPlaneError | None = None
-        try:
-            for order in link.orders():
-                if isinstance(order, c.UnitAdded):
-                    accepted.set()
-                    self._record_registration(order.unit)
-                elif isinstance(order, c.UnitOrder):
-                    self._on_order(order)
-        except DataPlaneError as caught:
-            error = caught
-            if accepted.is_set() and not self._closed.is_set():
-                log.warning("Connection to the controller at %s broke: %s", self._address, error)
-        finally:
-            self._settled.set()
-        return accepted.is_set(), error
-
-    def _record_registration(self, unit: int) -> None:
-        """Record the id under which the controller registered the unit, and end the wait of `open`."""
-        with self._guard:
-            assert self._add is not None
-            self._add = msgspec.structs.replace(self._add, unit=unit)
-        self._outcome = unit
-        self._on_added(unit)  # before `open` returns
-        self._settled.set()
-        self._answered.set()
-
-    def _enforce_limit(self, link: GrpcLink, accepted: threading.Event) -> None:
-        """Close the stream if the controller does not accept the unit within twice the timeout and before `close`."""
-        self._settled.wait(2 * self._limit_s())
-        if not accepted.is_set():
-            link.close()
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if not self._dealer.closed:
+            self._dealer.disable_monitor()
+            self._monitor.close(linger=0)
+            self._dealer.close(linger=0)

@@ -40,7 +40,15 @@ from dataplane.errors import (
     StorageUnitError,
     to_wire,
 )
-from dataplane.ledger.commands import FenceSession, GrowArena, Grown, Input, SessionAlive, SessionAttached, SessionGone
+from dataplane.ledger.commands import (
+    FenceSession,
+    GrowArena,
+    Grown,
+    SessionAlive,
+    SessionAttached,
+    SessionGone,
+    UnitReport,
+)
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.proof import Ticket
 from dataplane.protocol.zap import Admission, Handshakes, ServerKeys
@@ -96,7 +104,7 @@ class BulkServer:
         *,
         epoch: int,
         token: str | None,
-        report: Callable[[Input], None],
+        report: Callable[[UnitReport], None],
         insecure: bool = False,
         keys: ServerKeys | None = None,
         engine: UnitPayloads | None = None,
@@ -516,7 +524,7 @@ def _refusal(error: DataPlaneError) -> pb.BulkReply:
 class Growth:
     """Grow the arena. `report` receives the outcomes. Not thread-safe: used by the unit's thread only."""
 
-    def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
+    def __init__(self, arena: Arena, report: Callable[[UnitReport], None]) -> None:
         self._arena = arena
         self._report = report
         self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()  # with their remaining steps

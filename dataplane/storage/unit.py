@@ -1,4 +1,4 @@
-"""A storage unit: an arena, the bulk server that serves it, and the stream to the controller that registers it."""
+"""A storage unit: an arena, the bulk server that serves it, and the link to the controller that registers it."""
 
 from __future__ import annotations
 

@@ -465,7 +465,7 @@ def test_the_server_refuses_what_is_no_request(real: Controller) -> None:
             ([b"Units"], "malformed request"),
             ([b"", *[b"\xc0"] * 33], "at most 32 requests"),
             ([messages.encode(c.Tick(now=1.0))], "Invalid value 'Tick'"),
-            ([messages.encode(c.SessionGone(unit=1, session=1))], "Invalid value 'SessionGone'"),
+            ([messages.encode(c.UnitLost(unit=1))], "Invalid value 'UnitLost'"),
             ([b"\xff\xff"], "malformed request"),
         ):
             dealer.send_multipart(frames)

@@ -18,7 +18,7 @@ from dataplane.core import limited_log
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError, StateDirError
 from dataplane.ledger import commands as c
-from tests.controller.service import ScriptedLedger, add_unit
+from tests.controller.service import ScriptedLedger
 from tests.logs import logged
 
 pytestmark = pytest.mark.integration
@@ -205,36 +205,6 @@ def test_nothing_is_recorded_of_a_call_that_is_answered_at_once(serve: Serve) ->
     assert seen == [{}, {}]
 
 
-def test_orders_go_to_the_units_link_until_it_is_detached(serve: Serve) -> None:
-    ledger, inbox, first, second = ScriptedLedger(), Inbox(), Inbox(), Inbox()
-    old, new = first.reply, second.reply
-    shell = serve(ledger)
-    shell.submit(add_unit(), inbox.reply, orders=old)
-    assert isinstance(inbox.take(), c.UnitAdded)
-    ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
-    assert isinstance(first.take(), c.GrowArena)
-    shell.submit(add_unit(), inbox.reply, orders=new)
-    inbox.take()
-    shell.detach(1, old)  # the old link's end says nothing about the unit that has come back
-    ledger_orders(ledger, shell, c.FenceSession(unit=1, session=2))
-    assert isinstance(second.take(), c.FenceSession)
-    assert first.outputs.empty()
-    assert ledger.of(c.UnitLost) == []
-    shell.detach(1, new)
-    ledger_orders(ledger, shell, c.FenceSession(unit=1, session=2))
-    assert len(ledger.of(c.UnitLost)) == 1
-    assert second.outputs.empty()
-
-
-def ledger_orders(ledger: ScriptedLedger, shell: LedgerThread, order: c.Output) -> None:
-    """Have the ledger put out `order`; returns when it has left."""
-    apply = ledger.apply
-    ledger.apply = lambda item: [order] if isinstance(item, c.SessionSilent) else apply(item)  # type: ignore[method-assign]
-    shell.submit(c.SessionSilent(session=1))
-    ledger_wakes(shell)
-    ledger.apply = apply  # type: ignore[method-assign]
-
-
 def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,19 +228,7 @@ def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
     assert isinstance(result(inbox.take()), c.Done)
 
 
-def test_a_units_link_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(output: c.Output) -> None:
-        raise RuntimeError("the loop is closed")
-
-    ledger, inbox = ScriptedLedger(), Inbox()
-    shell = serve(ledger)
-    shell.submit(add_unit(), inbox.reply, orders=broken)
-    assert isinstance(inbox.take(), c.UnitAdded)
-    ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
-    assert "Could not deliver GrowArena" in caplog.text
-
-
-@pytest.mark.parametrize("where", ["handle", "_detach", "_forget"])
+@pytest.mark.parametrize("where", ["handle", "_forget"])
 def test_a_fault_in_what_was_submitted_is_logged_and_the_thread_goes_on(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -279,7 +237,6 @@ def test_a_fault_in_what_was_submitted_is_logged_and_the_thread_goes_on(
         patched.setattr(shell, where, fail)
         with logged("Service failed to handle a submitted input and continues"):
             shell.submit(call(1))
-            shell.detach(1, fail)
             shell.withdraw(call(1), fail)
     ledger_wakes(shell)
 

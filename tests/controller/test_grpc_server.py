@@ -24,16 +24,14 @@ from dataplane.errors import (
     DataPlaneError,
     InvalidRequestError,
     PartitionNotFoundError,
-    ProtocolVersionError,
     ServiceUnavailableError,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol import codec
-from dataplane.protocol.grpc_status import DETAILS_KEY, from_status
+from dataplane.protocol.grpc_status import DETAILS_KEY
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.pb import control_pb2_grpc
-from dataplane.protocol.server_keys import VERSION_KEY
-from tests.controller.service import ScriptedLedger, add_unit
+from tests.controller.service import ScriptedLedger
+from tests.grpc_errors import error_of
 
 pytestmark = pytest.mark.integration
 
@@ -100,7 +98,7 @@ def test_errors_are_statuses_with_facts(real: grpc.Channel) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert "unknown partition 'p'" in caught.value.details()
     assert DETAILS_KEY in dict(caught.value.trailing_metadata())
-    error = from_status(caught.value, address="a", what="Describe", waited_s=0.0)
+    error = error_of(caught.value)
     assert isinstance(error, PartitionNotFoundError)
     assert error.partition == "p"
 
@@ -109,7 +107,7 @@ def test_a_malformed_request_is_refused(real: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub(real).Locate(pb.LocateRequest(header=header(1), partition="p"), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    error = from_status(caught.value, address="a", what="Locate", waited_s=0.0)
+    error = error_of(caught.value)
     assert isinstance(error, InvalidRequestError)
 
 
@@ -140,9 +138,6 @@ def test_the_token_is_checked_on_everything_but_health() -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 control.OpenSession(OPEN, timeout=WAIT_S, metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        with pytest.raises(grpc.RpcError) as caught:
-            next(control.AttachUnit(iter([]), timeout=WAIT_S))
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         good = (("authorization", "Bearer secret"),)
         assert control.OpenSession(OPEN, timeout=WAIT_S, metadata=good).opened.session == 1
         assert healthy(channel, "tq.v1.Control")
@@ -271,7 +266,7 @@ def test_stopping_answers_those_who_wait(ledger: ScriptedLedger) -> None:
         controller.stop()
         with pytest.raises(grpc.RpcError) as caught:
             waiting.result(WAIT_S)
-        error = from_status(caught.value, address="a", what="Seal", waited_s=0.0)
+        error = error_of(caught.value)
         assert isinstance(error, ServiceUnavailableError)
         assert "is stopping" in str(error)
 
@@ -300,9 +295,7 @@ def failing(*_: object) -> None:
     raise ZeroDivisionError("a defect")
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"), [("Seal", "unary_unary"), ("KeepSession", "stream_stream"), ("AttachUnit", "stream_stream")]
-)
+@pytest.mark.parametrize(("method", "kind"), [("Seal", "unary_unary"), ("KeepSession", "stream_stream")])
 def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel, method: str, kind: str) -> None:
     call = getattr(scripted, kind)(f"/tq.v1.Control/{method}")
     body = b"\xff\xff"
@@ -310,15 +303,6 @@ def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel, method: s
         call(body, timeout=WAIT_S) if kind == "unary_unary" else list(call(iter([body]), timeout=WAIT_S))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "the request is not a" in refused.value.details()
-
-
-def test_a_storage_unit_of_another_release_is_refused(real: grpc.Channel) -> None:
-    reports = [codec.report_to_pb(add_unit())]
-    with pytest.raises(grpc.RpcError) as refused:
-        next(stub(real).AttachUnit(iter(reports), timeout=WAIT_S, metadata=((VERSION_KEY, "3"),)))
-    error = from_status(refused.value, address="a", what="AttachUnit", waited_s=0.0)
-    assert isinstance(error, ProtocolVersionError)
-    assert error.client_version == 3
 
 
 def test_a_refused_call_whose_caller_is_gone_leaves_no_traceback(
@@ -333,11 +317,11 @@ def test_a_refused_call_whose_caller_is_gone_leaves_no_traceback(
         return tell(error)
 
     monkeypatch.setattr(grpc_public, "to_status", late)
-    call = control_pb2_grpc.ControlStub(real).AttachUnit(iter([]))  # type: ignore[no-untyped-call]
+    call = stub(real).Seal.future(pb.SealRequest(header=header(1)))
     assert reached.wait(WAIT_S)
     call.cancel()
     gone.set()
     monkeypatch.setattr(grpc_public, "to_status", tell)
-    assert control_pb2_grpc.ControlStub(real).Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S)  # type: ignore[no-untyped-call]
-    told = [record.getMessage() for record in caplog.records if record.exc_info or "AttachUnit" in record.getMessage()]
+    assert stub(real).Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S)
+    told = [record.getMessage() for record in caplog.records if record.exc_info or "Seal" in record.getMessage()]
     assert told == []

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from dataplane import DataPlaneClient, connect, serve
-from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.core.addresses import join_address, split_address
+from dataplane.protocol.controller_socket import zmq_address_of
 from dataplane.protocol.pb import control_pb2 as pb
 from tests.restarts import wait_until
 from tests.secure import tls

@@ -21,7 +21,6 @@ import zmq
 from dataplane import connect, serve
 from dataplane.client.rpc import handshake, pending_calls
 from dataplane.client.rpc.channel import ControllerChannel
-from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.config import DataPlaneConfig
 from dataplane.controller import controller as controller_module
 from dataplane.controller import zmq_server
@@ -36,6 +35,7 @@ from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import Socket, dealer_socket
 from tests.controller.service import ScriptedLedger
 from tests.ledger.driver import Driver
 from tests.ledger.fingerprint import fingerprint

@@ -215,8 +215,7 @@ def attack_grpc(service: Service, session: int) -> None:
             with contextlib.suppress(grpc.RpcError):
                 call(body, timeout=0.2)
         for number in range(40):
-            name = ("KeepSession", "AttachUnit")[number % 2]
-            stream = channel.stream_stream(f"/tq.v1.Control/{name}", identity, identity)
+            stream = channel.stream_stream("/tq.v1.Control/KeepSession", identity, identity)
             with contextlib.suppress(grpc.RpcError):
                 list(stream(iter([chance.randbytes(number), b""]), timeout=0.5, metadata=RELEASE))
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import grpc
 import pytest
@@ -21,14 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane import errors as e
-from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.core.addresses import register_resolver, resolve
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import AuthenticationError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import codec, zmq_frames
-from dataplane.protocol.grpc_status import DETAILS_KEY, from_status, to_status
+from dataplane.protocol.controller_socket import zmq_address_of
+from dataplane.protocol.grpc_status import DETAILS_KEY, to_status
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import Secret, Ticket
 from dataplane.protocol.zmq_frames import MAX_JOINED
@@ -49,12 +49,10 @@ def leaves(base: type[c.Value]) -> set[type[c.Value]]:
 COMMANDS = sorted(leaves(c.Command) - set(c.SHORT), key=lambda each: each.__name__)
 RESULTS = sorted(leaves(c.Result) - {c.RowsLocated}, key=lambda each: each.__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Control"]
-STREAMS = {"KeepSession", "AttachUnit"}
+STREAMS = {"KeepSession"}
 REQUESTS = (c.OpenSession, c.Heartbeat, c.DropUnit)
 """The inputs that have a method, but are no commands."""
 REPLIES = (c.Opened, c.UnitDropped, zmq_frames.Welcome, zmq_frames.HeartbeatReply)
-REPORTS = get_args(codec.Report)
-UNIT_ORDERS = (c.UnitAdded, *get_args(c.UnitOrder))
 by_name = functools.partial(plain, by_name=True)
 
 
@@ -71,12 +69,6 @@ def test_every_method_of_the_service_is_a_command_or_report() -> None:
     assert results == set(RESULTS)
 
 
-def test_every_report_and_order_has_its_place_on_a_units_stream() -> None:
-    for stream, kinds in ((pb.UnitReport, REPORTS), (pb.UnitOrder, UNIT_ORDERS)):
-        names = [field.message_type.name for field in stream.DESCRIPTOR.fields]
-        assert names == [kind.__name__ for kind in kinds]
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.__name__)
 def test_commands_round_trip(command: type[c.Command]) -> None:
     @FEW
@@ -88,18 +80,17 @@ def test_commands_round_trip(command: type[c.Command]) -> None:
     check()
 
 
-@pytest.mark.parametrize("report", [*REQUESTS, *REPORTS], ids=lambda each: each.__name__)
-def test_reports_round_trip(report: type[c.Input]) -> None:
+@pytest.mark.parametrize("request_type", REQUESTS, ids=lambda each: each.__name__)
+def test_other_requests_round_trip(request_type: type[c.Input]) -> None:
     @FEW
-    @given(of_type(report))
+    @given(of_type(request_type))
     def check(value: c.Input) -> None:
-        wire = grpc_request(value) if report in REQUESTS else codec.to_pb(value)
-        assert plain(codec.from_pb(wire)) == plain(value)
+        assert plain(codec.from_pb(grpc_request(value))) == plain(value)
 
     check()
 
 
-@pytest.mark.parametrize("kind", [*RESULTS, *REPLIES, *UNIT_ORDERS], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("kind", [*RESULTS, *REPLIES], ids=lambda each: each.__name__)
 def test_results_round_trip(kind: type[c.Value]) -> None:
     @FEW
     @given(of_type(kind))
@@ -107,19 +98,6 @@ def test_results_round_trip(kind: type[c.Value]) -> None:
         assert by_name(from_message(kind, codec.to_pb(value))) == by_name(value)
 
     check()
-
-
-def test_what_travels_on_a_units_stream() -> None:
-    report = c.SessionGone(unit=3, session=4)
-    assert plain(codec.report_from_pb(codec.report_to_pb(report))) == plain(report)
-    order = c.GrowArena(unit=3, backed_bytes=1 << 40)
-    assert plain(codec.order_from_pb(codec.order_to_pb(order))) == plain(order)
-    with pytest.raises(InvalidRequestError, match="a UnitReport cannot have a Tick"):
-        codec.report_to_pb(c.Tick(now=1.0))
-    with pytest.raises(InvalidRequestError, match="empty or unsupported report"):
-        codec.report_from_pb(pb.UnitReport())
-    with pytest.raises(InvalidRequestError, match="empty or unsupported order"):
-        codec.order_from_pb(pb.UnitOrder())
 
 
 IDS = pb.Samples(ids=pb.StringList(values=["a"]))
@@ -307,42 +285,7 @@ def test_a_message_of_several_replies() -> None:
     assert str(replies[1].error) == str(error)
 
 
-# --- Errors to gRPC statuses and back.
-
-
-class Ended(grpc.RpcError, grpc.Call):
-    """What a failed gRPC call raises."""
-
-    def __init__(self, code: grpc.StatusCode, text: str, metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
-        self._of_call = (code, text, metadata)
-
-    def code(self) -> grpc.StatusCode:
-        return self._of_call[0]
-
-    def details(self) -> str:
-        return self._of_call[1]
-
-    def trailing_metadata(self) -> Any:
-        return self._of_call[2]
-
-    def initial_metadata(self) -> Any:
-        return ()
-
-    def add_callback(self, callback: Any) -> bool:
-        return False
-
-    def cancel(self) -> bool:
-        return False
-
-    def is_active(self) -> bool:
-        return False
-
-    def time_remaining(self) -> float:
-        return 0.0
-
-
-def back(error: grpc.RpcError) -> e.DataPlaneError:
-    return from_status(error, address="here:1", what="Claim", waited_s=1.5)
+# --- Errors as gRPC statuses.
 
 
 def test_every_error_has_a_status() -> None:
@@ -353,38 +296,19 @@ def test_every_error_has_a_status() -> None:
 
 def test_an_error_comes_back_with_its_facts() -> None:
     error = e.SchemaError(partition="p", field="f", got="int64", expected="float32")
-    code, text, metadata = to_status(error)
-    assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    again = back(Ended(code, text, metadata))
+    code, text, ((key, details),) = to_status(error)
+    assert (code, text, key) == (grpc.StatusCode.INVALID_ARGUMENT, str(error), DETAILS_KEY)
+    told = pb.Error.FromString(details)
+    again = e.from_wire(told.name, told.facts)
     assert type(again) is e.SchemaError
     assert again.facts == error.facts
 
 
 def test_an_error_too_large_for_a_trailer_keeps_its_status_and_the_start_of_its_text() -> None:
     code, text, metadata = to_status(e.InvalidRequestError("x" * 100_000))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert metadata == ()
     assert len(text) == 1024
-    again = back(Ended(code, text))
-    assert isinstance(again, e.InvalidRequestError)
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (grpc.StatusCode.UNAVAILABLE, e.ServiceUnavailableError),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, e.CallTimeoutError),
-        (grpc.StatusCode.UNAUTHENTICATED, e.AuthenticationError),
-        (grpc.StatusCode.INVALID_ARGUMENT, e.InvalidRequestError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, e.ServiceUnavailableError),
-        (grpc.StatusCode.DATA_LOSS, e.InternalError),
-    ],
-    ids=lambda each: getattr(each, "name", getattr(each, "__name__", "")),
-)
-def test_statuses_that_grpc_made_itself_become_the_nearest_of_ours(
-    code: grpc.StatusCode, error: type[e.DataPlaneError]
-) -> None:
-    assert type(back(Ended(code, "why"))) is error
-    assert type(back(Ended(code, "why", ((DETAILS_KEY, b"\xff\xff"),)))) is error
 
 
 # --- Generated code is what `make proto` makes of proto/. Where the generator is installed that is

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
-from dataplane.errors import AuthenticationError, ClientClosedError, InvalidRequestError, ServiceUnavailableError
+from dataplane.core.addresses import split_address
+from dataplane.errors import (
+    AuthenticationError,
+    CallTimeoutError,
+    ClientClosedError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+)
 from dataplane.ledger import commands as c
-from dataplane.protocol.grpc_loader import import_with_grpc
-from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.pb import control_pb2_grpc
-from dataplane.protocol.server_keys import OPEN
+from dataplane.protocol.proof import Ticket
+from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.storage import controller_link
 from dataplane.storage.controller_link import UnitLink
 from tests.controller.service import ScriptedLedger, add_unit
-from tests.restarts import wait_until
+from tests.logs import logged
+from tests.ports import free_ports
+from tests.restarts import Proxy
 
 pytestmark = pytest.mark.integration
 
@@ -32,8 +37,6 @@ CONFIG = DataPlaneConfig()
 WAIT_S = 60.0
 SLOW_S = 0.5
 """A service that is asked does nothing for so long."""
-PINGS_S = 6.0
-"""Time for some pings, of which gRPC sends one a second at the most; the third unwelcome one would end the link."""
 
 
 @pytest.fixture
@@ -102,27 +105,30 @@ def test_the_ledgers_refusal_is_raised() -> None:
         first.close()
 
 
-def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_with_grpc("dataplane.controller.grpc_server"), "MAX_CALLS", 1)
-    monkeypatch.setattr(controller_link, "keys_of", lambda address, *asked, **more: replace(OPEN, address=address))
-    with Controller(CONFIG, ledger=ledger, epoch=1) as controller, grpc.insecure_channel(controller.address) as channel:
-        beats: queue.SimpleQueue[pb.HeartbeatRequest | None] = queue.SimpleQueue()
-        beats.put(pb.HeartbeatRequest(session=1))
-        control = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
-        held = control.KeepSession(iter(beats.get, None))
-        assert next(held)
-        late = UnitLink(controller.address, None)
-        monkeypatch.setattr(late._answered, "wait", lambda rest_s: not wait_until(lambda: late._busy, "a refusal"))
-        with pytest.raises(ServiceUnavailableError, match="the service is busy"):
-            late.open(add_unit(), refuse)
-        tries = counted(monkeypatch)
-        link = UnitLink(controller.address, None)
-        with ThreadPoolExecutor(1) as pool:
-            opening = pool.submit(link.open, add_unit(), refuse)
-            wait_until(lambda: len(tries) > 1, "a second try")
-            held.cancel()
-            assert opening.result(WAIT_S) == 1
-        beats.put(None)
+def test_a_service_that_restarts_while_a_unit_registers_is_tried_again(
+    ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unit has keys of the run before, which the new run rejects."""
+    real = controller_link.keys_of
+    stale = Ticket.of("secret", "the run before")
+    stays_stale = True
+
+    def keys_of(*asked: Any, **more: Any) -> ConnectionKeys:
+        keys = real(*asked, **more)
+        return replace(keys, ticket=stale) if stays_stale or len(tries) < 3 else keys
+
+    monkeypatch.setattr(controller_link, "keys_of", keys_of)
+    tries = counted(monkeypatch)
+    with Controller(replace(CONFIG, token="secret"), ledger=ledger, epoch=1) as controller:
+        impatient = UnitLink(controller.address, "secret", opening_s=SLOW_S)
+        with pytest.raises((ServiceUnavailableError, CallTimeoutError)):
+            impatient.open(add_unit(), refuse)
+        tries.clear()
+        stays_stale = False
+        link = UnitLink(controller.address, "secret")
+        assert link.open(add_unit(), refuse) == 1
+        assert len(tries) == 3
+        assert len(ledger.of(c.AddUnit)) == 1
         link.close()
 
 
@@ -150,15 +156,15 @@ def test_a_service_that_is_slow_at_first_is_waited_for(
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The addresses of the streams that links make from now on."""
+    """The addresses of the connections that links make from now on."""
     tries: list[str] = []
-    stream = UnitLink._open_stream
+    connect = UnitLink._connect
 
-    def counting(link: UnitLink, address: str) -> Any:
-        tries.append(address)
-        return stream(link, address)
+    def counting(link: UnitLink, *rest: Any) -> Any:
+        tries.append(link._address)
+        return connect(link, *rest)
 
-    monkeypatch.setattr(UnitLink, "_open_stream", counting)
+    monkeypatch.setattr(UnitLink, "_connect", counting)
     return tries
 
 
@@ -203,25 +209,33 @@ def test_a_dead_address_and_a_wrong_token_are_named() -> None:
         link.close()
 
 
-def test_pings_on_an_idle_link_are_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller must not take keepalive pings for abuse: a link that carries nothing lives on."""
-    import_with_grpc("dataplane.controller.grpc_server")
-    import_with_grpc("dataplane.storage.grpc_stream")
-    server_module, link_module = (
-        sys.modules["dataplane.controller.grpc_server"],
-        sys.modules["dataplane.storage.grpc_stream"],
-    )
-    quick = {
-        "grpc.keepalive_time_ms": 100,
-        "grpc.keepalive_timeout_ms": int(1000 * WAIT_S),
-        "grpc.http2.min_ping_interval_without_data_ms": 20,
-    }
-    for module in (server_module, link_module):
-        monkeypatch.setattr(module, "OPTIONS", tuple((name, quick.get(name, value)) for name, value in module.OPTIONS))
-    streams = counted(monkeypatch)
-    with Controller(CONFIG, epoch=1) as controller:
-        link = UnitLink(controller.address, None)
-        link.open(add_unit(), refuse)
-        assert not link.lost.wait(PINGS_S)
-        assert len(streams) == 1, "one that the controller ends is made again"
-        link.close()
+def test_both_ends_notice_that_the_other_one_has_vanished(
+    ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network stops without a word to either end, after the first ping."""
+    monkeypatch.setattr(controller_link, "PING_S", 0.1)
+    monkeypatch.setattr(controller_link, "SILENT_S", 0.5)
+    with Controller(replace(CONFIG, port=free_ports(2)), ledger=ledger, epoch=1) as controller:
+        port = split_address(controller.address)[1]
+        with contextlib.closing(Proxy(port, port + 1)) as proxy:
+            pinged = threading.Event()
+            proxy.carried = lambda content: pinged.set() if b"\4PING" in content else None
+            link = UnitLink(f"127.0.0.1:{proxy.port}", None)
+            link.open(add_unit(), refuse)
+            assert pinged.wait(WAIT_S)
+            with logged("Connection to the controller at"):
+                proxy.pause()
+                ledger.wait_for(c.UnitLost)
+            proxy.heal()
+            ledger.wait_for(c.AddUnit, 2)
+            assert not link.lost.is_set()
+            link.close()
+
+
+def test_a_link_says_what_it_is_doing(scripted: Controller) -> None:
+    link = UnitLink(scripted.address, None)
+    assert "new" in repr(link)
+    link.open(add_unit(), refuse)
+    assert "registered" in repr(link)
+    link.close()
+    assert "ended" in repr(link)

@@ -18,7 +18,7 @@ from dataplane.errors import ArenaSpaceError, InvalidRequestError, ServiceRestar
 from dataplane.ledger import commands as c
 from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.storage import controller_link
-from dataplane.storage.controller_link import Outbox, UnitLink
+from dataplane.storage.controller_link import UnitLink
 from tests.controller.service import ScriptedLedger, add_unit
 from tests.logs import logged
 from tests.ports import free_ports
@@ -42,7 +42,7 @@ class Scene:
         port = free_ports(2)  # which nobody is given while no controller has it
         self.config = replace(CONFIG, port=port)
         self.controller = Controller(self.config, ledger=self.ledger, epoch=1).start()
-        self.proxy = Proxy(port)
+        self.proxy = Proxy(port, port + 1)
         self.links: list[UnitLink] = []
 
     def link(self, reconnect_s: float = 60.0, timeout_s: float = 10.0) -> UnitLink:
@@ -107,7 +107,7 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
     link.report(attached(3))
     link.report(gone(2))
     scene.ledger.wait_for(c.SessionGone)
-    wait_until(lambda: not link._outbox._items, "the link need not say again what has arrived")
+    wait_until(lambda: not link._reports, "the link need not say again what has arrived")
     with logged("Connection to the controller at"):
         scene.proxy.cut()
     scene.ledger.wait_for(c.UnitLost)
@@ -252,49 +252,3 @@ def test_closing_a_broken_link_is_quick(
     link.close()
     assert link.lost.is_set()
     assert "did not close" not in caplog.text
-
-
-# --- what a unit has to say
-
-
-def test_an_outbox_says_everything_once_through_one_stream() -> None:
-    outbox = Outbox()
-    outbox.put(gone(1))
-    stream = outbox.stream([add_unit()])
-    outbox.put(gone(2))
-    outbox.put(None)
-    assert [getattr(item, "session", 0) for item in stream] == [0, 1, 2]
-
-
-def test_what_a_stream_broke_off_with_is_said_again() -> None:
-    outbox = Outbox()
-    for session in (1, 2, 3):
-        outbox.put(gone(session))
-    first = outbox.stream([])
-    assert [getattr(next(first), "session", 0) for _ in range(2)] == [1, 2]
-    second = outbox.stream([add_unit()])
-    outbox.put(None)
-    assert list(first) == []
-    assert [getattr(item, "session", 0) for item in second] == [0, 2, 3]
-
-
-def test_a_stream_that_waits_ends_with_the_next_one() -> None:
-    outbox = Outbox()
-    ended = threading.Event()
-
-    def read(stream: Iterator[c.Input]) -> None:
-        assert list(stream) == []
-        ended.set()
-
-    threading.Thread(target=read, args=(outbox.stream([]),), daemon=True).start()
-    outbox.stream([])
-    assert ended.wait(WAIT_S)
-
-
-def test_what_is_forgotten_is_not_said() -> None:
-    outbox = Outbox()
-    outbox.put(gone(1))
-    outbox.clear()
-    outbox.put(gone(2))
-    outbox.put(None)
-    assert [getattr(item, "session", 0) for item in outbox.stream([])] == [2]

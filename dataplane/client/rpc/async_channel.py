@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import zmq
 
 from dataplane.client.rpc.call_socket import CLOSE_S, CallSocket, WaitingCall, say_bye
-from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
+from dataplane.client.rpc.handshake import OpenedSession, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
@@ -25,6 +25,7 @@ from dataplane.core.failpoints import armed, failpoint
 from dataplane.errors import ClientClosedError, DataPlaneError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import Socket
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 
 T = TypeVar("T")

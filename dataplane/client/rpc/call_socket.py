@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from dataplane.client.rpc.handshake import Socket, dealer_socket
 from dataplane.client.rpc.pending_calls import Calls, OutgoingCall
 from dataplane.core import zmq_io
 from dataplane.core.in_flight import wait_for_end
@@ -19,6 +18,7 @@ from dataplane.core.zmq_io import poll_ms
 from dataplane.errors import DataPlaneError, InternalError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import Socket, dealer_socket
 from dataplane.protocol.fd_limits import enough_for
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from dataplane.client.rpc.call_socket import CLOSE_S, CallSocket, WaitingCall, say_bye
-from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
+from dataplane.client.rpc.handshake import OpenedSession, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
@@ -23,6 +23,7 @@ from dataplane.core.zmq_io import Waker
 from dataplane.errors import ClientClosedError, DataPlaneError, from_wire, to_wire
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import Socket
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
-from dataplane.core.addresses import boot_id, dial, join_address, resolve, split_address
+from dataplane.core.addresses import boot_id, resolve
 from dataplane.core.failpoints import failpoint
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
@@ -40,8 +40,8 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
-from dataplane.protocol.server_keys import OPEN, SILENT, ConnectionKeys, keys_of, unreached
-from dataplane.protocol.zap import present
+from dataplane.protocol.controller_socket import Socket, dealer_socket, probe, unconnected_dealer, zmq_address_of
+from dataplane.protocol.server_keys import OPEN, SILENT, ConnectionKeys, keys_of
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,6 @@ LOOK_S = 0.1
 """Interval of the checks whether a pending connection attempt is still wanted."""
 
 _NO_SERVICE = "the server at this address is not a data plane service; check host and port"
-
-Socket = zmq.Socket[bytes]
 
 
 class _KeysChangedError(Exception):
@@ -80,28 +78,6 @@ class OpenedSession:
     durable: bool
     keys: ConnectionKeys = OPEN
     put_timeout_s: float = PUT_TIMEOUT_S
-
-
-def dealer_socket(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys = OPEN) -> Socket:
-    """Return a socket that is connected to a controller's ZMQ server."""
-    dealer = _dealer(context, endpoint, keys)
-    dealer.connect(endpoint)
-    return dealer
-
-
-def _dealer(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> Socket:
-    """Return a socket that is prepared for `endpoint`, not yet connected."""
-    dealer = context.socket(zmq.DEALER)
-    try:
-        dealer.linger = 0
-        dealer.set(zmq.MAXMSGSIZE, zmq_frames.MAX_FRAME_BYTES)
-        present(dealer, keys.ticket, keys.curve_key)
-        if "[" in endpoint:  # an IPv6 address
-            dealer.set(zmq.IPV6, 1)
-    except BaseException:
-        dealer.close()
-        raise
-    return dealer
 
 
 def open_session(
@@ -219,7 +195,7 @@ def _connect_once(
     keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
     zmq_address = zmq_address_of(keys.address)
     probe(address, zmq_address, max(deadline - time.monotonic(), LOOK_S))  # briefly, even at the deadline
-    dealer = _dealer(context, f"tcp://{zmq_address}", keys)
+    dealer = unconnected_dealer(context, f"tcp://{zmq_address}", keys)
     try:
         with _rejection_monitor(dealer) as monitor:
             dealer.connect(f"tcp://{zmq_address}")
@@ -256,21 +232,6 @@ def _welcome(body: msgspec.Raw, address: str) -> zmq_frames.Welcome:
 def is_slow(error: ServiceUnavailableError) -> bool:
     """Return whether a service may exist that did not respond in time, i.e. the connection was not refused."""
     return isinstance(error.__cause__, TimeoutError)
-
-
-def zmq_address_of(address: str) -> str:
-    """Return the address of the ZMQ server of the service at `address`: one port above."""
-    host, port = split_address(address)
-    return join_address(host, port + 1)
-
-
-def probe(address: str, zmq_address: str, timeout_s: float) -> None:
-    """Raise `ServiceUnavailableError` unless a server listens at `zmq_address`, the ZMQ server of the service at
-    `address`."""
-    try:
-        dial(zmq_address, timeout_s).close()
-    except OSError as error:
-        raise unreached(address, f"its ZMQ server {zmq_address}", error) from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.client.rpc.handshake import Socket, is_slow, resume_session
+from dataplane.client.rpc.handshake import is_slow, resume_session
 from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
 from dataplane.core.durations import Backoff
@@ -23,6 +23,7 @@ from dataplane.errors import AuthenticationError, DataPlaneError, InternalError,
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import Socket
 from dataplane.protocol.fd_limits import enough_for, none_left
 
 log = logging.getLogger(__name__)

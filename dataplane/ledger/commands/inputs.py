@@ -101,7 +101,7 @@ class AddUnit(Input, frozen=True, kw_only=True):
 
 
 class UnitLost(Input, frozen=True, kw_only=True):
-    """The unit's stream ended. It gets no new rows. Its rows stay located, and clients detect failed reads
+    """The unit's connection ended. It gets no new rows. Its rows stay located, and clients detect failed reads
     themselves."""
 
     unit: Int64
@@ -146,6 +146,10 @@ class Grown(Input, frozen=True, kw_only=True):
     error: str | None = None
 
 
+UnitReport = SessionAttached | SessionGone | SessionAlive | Grown
+"""What a registered storage unit sends."""
+
+
 class Restarted(Input, frozen=True, kw_only=True):
     """The ledger was restored from its log in a new epoch of the service. `epoch` is greater than all earlier
     ones. Units must offer themselves again, every session gets its full timeout to be heard, and leases start
@@ -180,7 +184,7 @@ class Opened(Output, frozen=True, kw_only=True):
     error: DataPlaneError | None = None
 
 
-class UnitAdded(Output, frozen=True, kw_only=True):
+class UnitAdded(Output, frozen=True, kw_only=True, tag=True):
     """The result of the `AddUnit` with this cookie: the id of the unit, or `error`."""
 
     cookie: str
@@ -203,7 +207,7 @@ class Answer(Output, frozen=True, kw_only=True):
     result: Result | DataPlaneError
 
 
-class FenceSession(Output, frozen=True, kw_only=True):
+class FenceSession(Output, frozen=True, kw_only=True, tag=True):
     """Order to `unit`: fence the session, which ends its access to the unit's bytes, then report `SessionGone`.
     A locally attached session whose lock is still held is not fenced; the unit reports `SessionAlive` instead.
     `lock_path` is the lock file of an attached session, for a unit that restarted since. All other sessions from
@@ -223,7 +227,7 @@ class Notice(Output, frozen=True, kw_only=True):
     warning: bool = True
 
 
-class GrowArena(Output, frozen=True, kw_only=True):
+class GrowArena(Output, frozen=True, kw_only=True, tag=True):
     """Order to `unit`: back the arena up to `backed_bytes`, then report `Grown`."""
 
     unit: int

@@ -32,8 +32,8 @@ MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 T = TypeVar("T")
 
-CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit
-"""The inputs that clients may send. All others come from storage units or from the service itself."""
+CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit | c.AddUnit | c.UnitReport
+"""The inputs that clients and storage units may send. All others come from the service itself."""
 _AnyInput = functools.reduce(operator.or_, c.Input.__subclasses__())
 _FIELDS = {kind.__name__: kind.__struct_fields__ for kind in c.Input.__subclasses__()}
 
@@ -57,8 +57,8 @@ def decode(message: bytes | memoryview) -> c.Input:
 
 
 def decode_request(message: bytes) -> CallersInput:
-    """Decode an input that a client may send. Its arrays are read-only. Raises `InvalidRequestError` for other
-    bytes."""
+    """Decode an input that a client or storage unit may send. Its arrays are read-only. Raises
+    `InvalidRequestError` for other bytes."""
     try:
         item: CallersInput = _decode_request(message)
     except MALFORMED as error:

@@ -45,30 +45,6 @@ class Keys(_message.Message):
     service: str
     def __init__(self, curve_key: _Optional[str] = ..., secret: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., instance: _Optional[str] = ..., proof: _Optional[bytes] = ..., service: _Optional[str] = ...) -> None: ...
 
-class UnitReport(_message.Message):
-    __slots__ = ("add_unit", "session_attached", "session_gone", "session_alive", "grown")
-    ADD_UNIT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ATTACHED_FIELD_NUMBER: _ClassVar[int]
-    SESSION_GONE_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ALIVE_FIELD_NUMBER: _ClassVar[int]
-    GROWN_FIELD_NUMBER: _ClassVar[int]
-    add_unit: AddUnit
-    session_attached: SessionAttached
-    session_gone: SessionGone
-    session_alive: SessionAlive
-    grown: Grown
-    def __init__(self, add_unit: _Optional[_Union[AddUnit, _Mapping]] = ..., session_attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., session_gone: _Optional[_Union[SessionGone, _Mapping]] = ..., session_alive: _Optional[_Union[SessionAlive, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ...) -> None: ...
-
-class UnitOrder(_message.Message):
-    __slots__ = ("unit_added", "fence_session", "grow_arena")
-    UNIT_ADDED_FIELD_NUMBER: _ClassVar[int]
-    FENCE_SESSION_FIELD_NUMBER: _ClassVar[int]
-    GROW_ARENA_FIELD_NUMBER: _ClassVar[int]
-    unit_added: UnitAdded
-    fence_session: FenceSession
-    grow_arena: GrowArena
-    def __init__(self, unit_added: _Optional[_Union[UnitAdded, _Mapping]] = ..., fence_session: _Optional[_Union[FenceSession, _Mapping]] = ..., grow_arena: _Optional[_Union[GrowArena, _Mapping]] = ...) -> None: ...
-
 class OpenSessionRequest(_message.Message):
     __slots__ = ("nonce", "host", "name", "protocol_version", "session", "epoch", "lock_path")
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -162,100 +138,6 @@ class UnitDropped(_message.Message):
     UNIT_FIELD_NUMBER: _ClassVar[int]
     unit: int
     def __init__(self, unit: _Optional[int] = ...) -> None: ...
-
-class AddUnit(_message.Message):
-    __slots__ = ("name", "host", "epoch", "cookie", "capacity_bytes", "backed_bytes", "endpoints", "arena_path", "unit", "instead_of", "curve_key", "anew")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    COOKIE_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
-    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    INSTEAD_OF_FIELD_NUMBER: _ClassVar[int]
-    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
-    ANEW_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    host: str
-    epoch: int
-    cookie: str
-    capacity_bytes: int
-    backed_bytes: int
-    endpoints: _containers.RepeatedScalarFieldContainer[str]
-    arena_path: str
-    unit: int
-    instead_of: str
-    curve_key: str
-    anew: bool
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., cookie: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., arena_path: _Optional[str] = ..., unit: _Optional[int] = ..., instead_of: _Optional[str] = ..., curve_key: _Optional[str] = ..., anew: bool = ...) -> None: ...
-
-class SessionAttached(_message.Message):
-    __slots__ = ("unit", "session", "lock_path")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    session: int
-    lock_path: str
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ...) -> None: ...
-
-class SessionGone(_message.Message):
-    __slots__ = ("unit", "session")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    session: int
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
-
-class SessionAlive(_message.Message):
-    __slots__ = ("unit", "session")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    session: int
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
-
-class Grown(_message.Message):
-    __slots__ = ("unit", "backed_bytes", "error")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    backed_bytes: int
-    error: str
-    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
-
-class UnitAdded(_message.Message):
-    __slots__ = ("cookie", "unit")
-    COOKIE_FIELD_NUMBER: _ClassVar[int]
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    cookie: str
-    unit: int
-    def __init__(self, cookie: _Optional[str] = ..., unit: _Optional[int] = ...) -> None: ...
-
-class FenceSession(_message.Message):
-    __slots__ = ("unit", "session", "lock_path", "first", "last")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    session: int
-    lock_path: str
-    first: int
-    last: int
-    def __init__(self, unit: _Optional[int] = ..., session: _Optional[int] = ..., lock_path: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
-
-class GrowArena(_message.Message):
-    __slots__ = ("unit", "backed_bytes")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    BACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    backed_bytes: int
-    def __init__(self, unit: _Optional[int] = ..., backed_bytes: _Optional[int] = ...) -> None: ...
 
 class ByeRequest(_message.Message):
     __slots__ = ("header",)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlStub(object):
-    """The controller. The first six methods belong to no session. The others are commands of a session,
+    """The controller. The first five methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -55,11 +55,6 @@ class ControlStub(object):
                 '/tq.v1.Control/Heartbeat',
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatReply.FromString,
-                _registered_method=True)
-        self.AttachUnit = channel.stream_stream(
-                '/tq.v1.Control/AttachUnit',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.UnitReport.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.UnitOrder.FromString,
                 _registered_method=True)
         self.DropUnit = channel.unary_unary(
                 '/tq.v1.Control/DropUnit',
@@ -244,7 +239,7 @@ class ControlStub(object):
 
 
 class ControlServicer(object):
-    """The controller. The first six methods belong to no session. The others are commands of a session,
+    """The controller. The first five methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -275,15 +270,6 @@ class ControlServicer(object):
 
     def Heartbeat(self, request, context):
         """Keeps a session alive without a stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AttachUnit(self, request_iterator, context):
-        """Connects a storage unit. It has the metadata `tq-protocol-version`. The unit sends AddUnit and is
-        answered UnitAdded, then it sends reports and receives orders. The unit is lost at the end of the
-        stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -576,11 +562,6 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatReply.SerializeToString,
             ),
-            'AttachUnit': grpc.stream_stream_rpc_method_handler(
-                    servicer.AttachUnit,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.UnitReport.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.UnitOrder.SerializeToString,
-            ),
             'DropUnit': grpc.unary_unary_rpc_method_handler(
                     servicer.DropUnit,
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.DropUnitRequest.FromString,
@@ -770,7 +751,7 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """The controller. The first six methods belong to no session. The others are commands of a session,
+    """The controller. The first five methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -872,33 +853,6 @@ class Control(object):
             '/tq.v1.Control/Heartbeat',
             dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.SerializeToString,
             dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AttachUnit(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tq.v1.Control/AttachUnit',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.UnitReport.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.UnitOrder.FromString,
             options,
             channel_credentials,
             insecure,
