@@ -10,8 +10,8 @@ from benchmarks.measure import MIN_REPETITIONS, cpu_seconds
 from benchmarks.probes.base import PARTITION, Figure, service
 from dataplane import DataPlaneClient, KVBatchMeta
 
-COMMANDS = {"put": 2, "read": 2, "clear": 1}
-"""Allocate and Commit; Locate and Release; Clear."""
+COMMANDS = {"put": 2, "read": 1, "clear": 1}
+"""Allocate and Commit; Locate; Clear."""
 PER_ROUND = {1: 250, 512: 50}
 """Operations of each kind in a round, by their rows: about 50 ms of processor time."""
 WARM_UP = 2

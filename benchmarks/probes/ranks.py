@@ -49,8 +49,9 @@ class Rank:
     def read(self) -> Script:
         assert self.claimed is not None
         fields = tuple(sample_columns())
-        number, _ = yield c.Locate(partition=PARTITION, samples=self.claimed, fields=fields)
-        yield c.Release(located=number)
+        number, _ = yield c.Locate(partition=PARTITION, samples=self.claimed, fields=fields, brief=True)
+        assert self.session.calls is not None
+        self.session.calls.settle(number)
 
     def update(self) -> Script:
         """Write one field back."""

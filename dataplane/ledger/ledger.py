@@ -317,7 +317,7 @@ class Ledger:
     def _confirm(self, session: Session, call: c.Call) -> None:
         """Settle the calls that the watermark and the confirmations of this call cover: the client
         has their answers, or no longer needs them. Their claims become final, so that the samples
-        may be evicted, and the pins of `LocateRows` end."""
+        may be evicted, and the pins of brief reads end."""
         state = self._state
         cancelled, final_claims, unpinned = session.confirm(call.watermark, call.confirmed, state.limits)
         for pinned in unpinned:
@@ -365,10 +365,7 @@ class Ledger:
     def _locate_rows(self, session: Session, call_id: int, command: c.LocateRows) -> c.RowsLocated:
         """Locate a few samples: the short way, or if that is not possible the general one."""
         located = locate_rows(self._state, session, call_id, command)
-        if located is None:
-            located = c.RowsLocated(general=self._reads.locate(session, call_id, command.expand()))
-        session.brief_pins.add(call_id)
-        return located
+        return located or c.RowsLocated(general=self._reads.locate(session, call_id, command.expand()))
 
     def _abort(self, session: Session, call_id: int, command: c.Abort) -> c.Done:
         """Withdraw an earlier call, and free the space that it reserved."""

@@ -186,6 +186,34 @@ def test_a_call_without_an_undo_is_below_the_watermark_once_abandoned() -> None:
     assert undo_of(1, c.Commit(partition="p", samples=c.Samples(ids=()), mode=c.Mode.UPSERT)) is None
 
 
+BRIEF = (msgspec.structs.replace(LOCATE, brief=True), c.LocateRows(partition="p", plan=b"", ids=("a",)))
+
+
+@pytest.mark.parametrize("command", BRIEF, ids=lambda each: type(each).__name__)
+def test_no_answer_settles_a_brief_read(command: c.Command) -> None:
+    """A repeated call is answered twice: the second answer may come while the rows are copied."""
+    call_ids = CallIds(1)
+    call_ids.issue(command, now=0.0)
+    call_ids.repeat(1, now=1.0)
+    for _ in range(2):
+        call_ids.record_answer(1)
+        assert call_ids.watermark == 1
+    call_ids.settle(1)
+    assert (call_ids.watermark, call_ids.ended_read) == (2, 1)
+    call_ids.issue(c.Units(), now=2.0)
+    assert call_ids.ended_read is None
+
+
+@pytest.mark.parametrize("command", BRIEF, ids=lambda each: type(each).__name__)
+def test_an_abandoned_brief_read_is_confirmed_soon(command: c.Command) -> None:
+    calls, _ = calls_of()
+    told: list[int | None] = []
+    calls.on_ended_read = lambda: told.append(calls.ended_read)
+    call = calls.begin(command)
+    assert calls.abandon(call.call_id) is None
+    assert told == [call.call_id]
+
+
 def test_abandoning_twice_or_after_the_answer_undoes_nothing_more() -> None:
     call_ids = CallIds(1)
     call_ids.issue(CLAIM, now=0.0)

@@ -108,8 +108,6 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
         ("local", "get.before_release"),
         ("local", "call.Locate.before"),
         ("local", "call.Locate.after"),
-        ("local", "call.Release.before"),
-        ("local", "call.Release.after"),
         ("remote", "bulk.read.between_frames"),
         ("remote", "get.before_release"),
     ],

@@ -15,7 +15,7 @@ TAKE = (
     "get.mid_copy",
     "get.copied",
     "get.before_release",
-    *(f"call.{name}.{when}" for name in ("Claim", "Locate", "Release", "Ack", "Clear") for when in ("before", "after")),
+    *(f"call.{name}.{when}" for name in ("Claim", "Locate", "Ack", "Clear") for when in ("before", "after")),
 )
 BEGIN = ("session.before_open", "session.opened")
 ATTACH = ("attach.before_proof", "attach.proven")
@@ -97,7 +97,7 @@ ELSEWHERE = {
 """Places that no process of a storm comes by, and the tests that do."""
 UNITS = {"north": ("unit.read.copied",), "south": ("unit.write.between_frames",)}
 LINKS = ("clients", "south-link", "north", "south")
-NOT_RAISED = frozenset({"get.before_release", "call.Release.before", *BEGIN, *ATTACH, "session.found"})
+NOT_RAISED = frozenset({"get.before_release", *BEGIN, *ATTACH, "session.found"})
 """An exception between a copy and the release of its pin leaves the pin to the end of the session, as it would in any
 program; at the others it is no call that fails."""
 

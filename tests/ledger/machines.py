@@ -317,7 +317,8 @@ class LedgerEvictor(LedgerSessions):
         if rows:
             row = chance.choice(rows)
             handle = by_handles([(row.row, row.generation)])
-            self.call(self.pick(chance), Locate(partition="p", samples=handle, fields=("a",)))
+            brief = chance.random() < 0.5
+            self.call(self.pick(chance), Locate(partition="p", samples=handle, fields=("a",), brief=brief))
 
     # --- who is told, and who is not held up
 

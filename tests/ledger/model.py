@@ -269,6 +269,14 @@ class Model(ClaimModel):
             self.below[session] = max(self.below.get(session, 1), call.watermark)
             for first, last in zip(call.confirmed[::2], call.confirmed[1::2], strict=True):
                 self.told.update((session, other) for other in range(first, last + 1))
+            if session in self.sessions:
+                self.pins = {name: pins for name, pins in self.pins.items() if not self.has_read(session, name)}
+
+    def has_read(self, session: int, name: Name) -> bool:
+        """Whether this session has confirmed the brief read of this name."""
+        command = self.commands[name]
+        confirmed = name[1] < self.below[session] or name in self.told
+        return name[0] == session and confirmed and isinstance(command, Locate) and command.brief
 
     def passed(self, now: float) -> None:
         """The clock goes on."""

@@ -162,7 +162,8 @@ class LedgerMachine(LedgerSaver, LedgerMover):
         named = self.model.named(partition, samples) if partition is not None else []
         if named and not self.rarely(data, 4):
             names = [name for name in COLUMNS if all(name in s.cells for s in named)] or names
-        self.call(self.draw_client(data), Locate(partition="p", samples=samples, fields=tuple(names)))
+        brief = data.draw(st.booleans())
+        self.call(self.draw_client(data), Locate(partition="p", samples=samples, fields=tuple(names), brief=brief))
 
     @precondition(lambda self: any(self.clients[name[0]].speaks for name in self.model.pins))
     @rule(data=st.data())

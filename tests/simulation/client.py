@@ -317,6 +317,8 @@ class Client:
                 assert not isinstance(answer.result, StaleCallError), f"it was waited for: {answer}"
                 thread.waits_for = None
                 thread.resume = Reply(answer.call_id, answer.result)
+                if isinstance(answer.result, DataPlaneError):
+                    self.call_ids.abandon(answer.call_id, now=self.world.now)  # if it is a brief read
                 return
         failed = answer.call_id in self.posted and not isinstance(answer.result, Result)
         assert not failed, f"a posted call failed: {answer}"

@@ -221,16 +221,13 @@ def planned(client: Client, column: Column) -> PlannedColumn:
     return PlannedColumn(column.name, values)
 
 
-def get(client: Client, thread: Thread, samples: Samples, fields: Sequence[str], partition: str = PARTITION) -> Script:
-    """Locate, read row by row, release; every row is checked."""
-    reply = yield Ask(Locate(partition=partition, samples=samples, fields=tuple(fields)))
+def get(client: Client, samples: Samples, fields: Sequence[str], partition: str = PARTITION) -> Script:
+    """Locate, read row by row, end the read; every row is checked."""
+    reply = yield Ask(Locate(partition=partition, samples=samples, fields=tuple(fields), brief=True))
     try:
         yield from read(client, reply)
-    except Withdrawn:
-        thread.shielded = True
-        yield Post(Release(located=reply.call_id))
-        raise
-    yield Post(Release(located=reply.call_id))
+    finally:
+        client.call_ids.settle(reply.call_id)
 
 
 def read(client: Client, reply: Reply) -> Script:
@@ -295,7 +292,7 @@ def bring_back(client: Client, thread: Thread, staged: str, described: SavedPart
         with contextlib.suppress(NotFoundError):  # it was published, after all
             yield Ask(Clear(partition=staged, samples=None))
         raise
-    yield from get(client, thread, by_ids(ids), ["prompt"], ALBUM)
+    yield from get(client, by_ids(ids), ["prompt"], ALBUM)
 
 
 def producer(seed: int, count: int, *, shared: bool, mode: Mode) -> Make:
@@ -351,7 +348,7 @@ def scorer(seed: int, count: int, *, lease_s: float | None) -> Make:
             return
         owners = reply.result.ids
         claimed = {"partition": PARTITION, "task": "score", "samples": samples, "claims": claims_of(reply.result)}
-        yield from get(client, thread, samples, ["tokens"])
+        yield from get(client, samples, ["tokens"])
         score = Column("score", BYTES, owners, [random.choice([1, 8, 70]) for _ in owners])
         yield from put(client, thread, samples, [score], Mode.UPDATE)
         if lease_s is not None:
@@ -420,7 +417,7 @@ def trainer(seed: int, count: int) -> Make:
         )
         samples = handles_of(reply.result)
         if len(samples):
-            yield from get(client, thread, samples, [f for f in ("tokens", "prompt") if f in reply.result.fields])
+            yield from get(client, samples, [f for f in ("tokens", "prompt") if f in reply.result.fields])
             yield Ask(Clear(partition=PARTITION, samples=samples))
 
     return rounds(count, body)
@@ -440,7 +437,7 @@ def reader(seed: int, count: int) -> Make:
             samples = by_ids(ids[i] for i in chosen)
         else:
             samples = Samples(rows=reply.result.rows[chosen], generations=reply.result.generations[chosen])
-        yield from get(client, thread, samples, random.choice([["tokens"], ["prompt", "tokens"], ["score"]]))
+        yield from get(client, samples, random.choice([["tokens"], ["prompt", "tokens"], ["score"]]))
 
     return rounds(count, body)
 

@@ -15,6 +15,7 @@ from hypothesis import Phase, given, settings
 from dataplane.client.rpc.call_ids import CallIds
 from dataplane.errors import StaleSampleError
 from dataplane.ledger.claims.claims import Claims
+from dataplane.ledger.commands import Locate
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.drain import Drains
@@ -216,6 +217,18 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
     patch.setattr(CallIds, "confirmed", ())
 
 
+def an_answer_ends_its_read(patch: pytest.MonkeyPatch) -> None:
+    record = CallIds.record_answer
+
+    def hasty(self: CallIds, call_id: int, **more: Any) -> None:
+        is_read = self.is_open(call_id) and isinstance(self._open[call_id].command, Locate)
+        record(self, call_id, **more)
+        if is_read and not self._open[call_id].abandoned:
+            self.settle(call_id)
+
+    patch.setattr(CallIds, "record_answer", hasty)
+
+
 @LONG
 @pytest.mark.parametrize(
     "plant",
@@ -243,6 +256,7 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         what_is_found_is_not_pinned,
         moves_keep_what_was_pinned,
         a_waiting_call_keeps_the_others_from_being_confirmed,
+        an_answer_ends_its_read,
     ],
 )
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -714,12 +714,13 @@ def test_memory_beside_a_put(client: DataPlaneClient) -> None:
     assert peak < sum(nbytes(columns)) / 20
 
 
-def test_a_read_is_two_commands(client: DataPlaneClient, commands: list[str]) -> None:
+def test_a_read_is_one_command(client: DataPlaneClient, commands: list[str]) -> None:
+    """Another one follows only if no call confirms the read soon."""
     meta = put(client, fields())
     for read in (get, lambda client, meta: client.get_batch(meta)):
         commands.clear()
         read(client, meta)
-        assert commands == ["Locate", "Release"]
+        assert commands in (["Locate"], ["Locate", "Release"])
 
 
 def test_views_are_released_when_the_last_is_gone(client: DataPlaneClient, commands: list[str]) -> None:

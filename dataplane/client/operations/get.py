@@ -20,7 +20,7 @@ from torch import Tensor
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
 from dataplane.client.operations.short_get import get_short, prepare, remember
-from dataplane.client.operations.steps import Operation, Post, Send, Work, never
+from dataplane.client.operations.steps import EndRead, Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
@@ -144,7 +144,7 @@ def get_present(
             return existing.tolist(), built
         finally:
             failpoint("get.before_release")
-            yield Post(c.Release(located=located.call_id))
+            yield EndRead(located.call_id)
 
     return (yield from _retry_relocated(attempt))  # type: ignore[no-any-return]
 
@@ -337,7 +337,7 @@ class SampleHosts(NamedTuple):
 def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[SampleHosts]:
     """Return the row handles and the hosts of the samples. Later puts and moves can change the hosts."""
     located = yield from _locate(session_state, meta, ids_of(meta), meta.partition_id, select_fields)
-    yield Post(c.Release(located=located.call_id))
+    yield EndRead(located.call_id)
     result: c.Located = located.result
     yield from ensure_known(session_state, units_of(_stored(result.fields, len(select_fields)).columns))
     nbytes: dict[str, np.ndarray[Any, Any]] = {}  # by host, `[N]` bytes of each sample
@@ -365,13 +365,15 @@ def _locate(
     select_fields: Sequence[str],
     *,
     missing_ok: bool = False,
+    brief: bool = True,
 ) -> Operation[Any]:
-    """Look up the fields of the samples, and pin them. Return `Sent` with `Located`. missing_ok: see `Locate`. Raise
-    `InvalidRequestError` for no fields."""
+    """Look up the fields of the samples, and pin them. Return `Sent` with `Located`. missing_ok, brief: see `Locate`.
+    Raise `InvalidRequestError` for no fields."""
     if not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
     samples = samples_of(names, partition, ids)
-    locate = c.Locate(partition=partition, samples=samples, fields=tuple(select_fields), missing_ok=missing_ok)
+    fields = tuple(select_fields)
+    locate = c.Locate(partition=partition, samples=samples, fields=fields, missing_ok=missing_ok, brief=brief)
     return (yield from send_for_samples(ids, locate))
 
 
@@ -386,8 +388,8 @@ def _read(
     unpadded: bool = False,
     on_device: bool = False,
 ) -> Operation[Any]:
-    """Locate and pin, copy, release; return what `build` makes of the located rows, or of these parts. unpadded: it
-    copies no more bytes than these have. on_device: it copies to a GPU."""
+    """Locate and pin, copy, end the read; return what `build` makes of the located rows, or of
+    these parts. unpadded: it copies no more bytes than these have. on_device: it copies to a GPU."""
     ids = ids_of(names)
 
     def work(stored: Stored, units: set[int]) -> Any:
@@ -411,7 +413,7 @@ def _read(
             return built
         finally:
             failpoint("get.before_release")
-            yield Post(c.Release(located=located.call_id))
+            yield EndRead(located.call_id)
 
     return (yield from _retry_relocated(attempt))
 
@@ -525,7 +527,7 @@ def _read_views(
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
         """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
-        located = yield from _locate(session_state, names, ids, partition, select_fields)
+        located = yield from _locate(session_state, names, ids, partition, select_fields, brief=False)
         # A list, so that `pins.clear()` drops the last reference of this frame and of `work`: only views keep the pin.
         pins = [session_state.pin(located.call_id)]
         try:

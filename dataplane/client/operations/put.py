@@ -26,7 +26,7 @@ from dataplane.client.operations.short_put import (
     store_short,
     take_preallocated,
 )
-from dataplane.client.operations.steps import Operation, Post, Send, Wait, Work
+from dataplane.client.operations.steps import EndRead, Operation, Post, Send, Wait, Work
 from dataplane.client.preallocated import PreallocatedPortion, bytes_of
 from dataplane.client.session_state import Schema, SessionState, Turn
 from dataplane.client.unit_connections import select_values, units_of
@@ -192,7 +192,7 @@ def _append(
                     'appended to them; declare FieldSpec("jagged") for it in register_partition'
                 )
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
-        locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
+        locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True, brief=True)
         located = yield from send_for_samples(ids, locate)
         try:
             extended = yield from _extend_stored(session_state, encoded, located.result, partition, ids)
@@ -211,7 +211,7 @@ def _append(
                 session_state, partition, fields, len(ids), token_lengths=None, widens=False
             )
         finally:
-            yield Post(c.Release(located=located.call_id))
+            yield EndRead(located.call_id)
     raise AssertionError("the last turn returns or raises")
 
 

@@ -41,7 +41,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class EndRead:
-    """End the read that `LocateRows` began as call `call_id`: its bytes are not used any longer.
+    """End the brief read (see `Locate`) that began as call `call_id`: its bytes are not used any longer.
     Does not raise. Outcome: None."""
 
     call_id: int

@@ -18,6 +18,7 @@ from dataplane.ledger.commands import (
     Commit,
     FindCells,
     Locate,
+    LocateRows,
     Move,
     Preallocate,
     Release,
@@ -56,7 +57,7 @@ class CallIds:
         self.session = session
         self.confirms = True  # whether calls confirm the answers that have arrived
         self.ended_read: int | None = None
-        """The last of the ended reads (see `end_read`) that no call has confirmed since."""
+        """The last call passed to `settle`, if no call has confirmed it since."""
         self._next = 1
         self._open: dict[int, _Open] = {}  # the calls that are not settled, ascending
         self._settled: deque[list[int]] = deque()
@@ -103,23 +104,27 @@ class CallIds:
         return call_id in self._open
 
     def record_answer(self, call_id: int, *, processed: bool = True) -> None:
-        """Settle a call after its response (duplicate and late responses included). An abandoned call stays open
-        until its undo is answered. `processed`: the response proves that the service processed the ids that the
-        call confirmed; they are not listed again."""
+        """Settle a call after its response (duplicate and late responses included). An abandoned call
+        stays open until its undo is answered, and a brief read (see `Locate`) until `settle`, because
+        its bytes may still be read. `processed`: the response proves that the service processed the
+        ids that the call confirmed; they are not listed again."""
         entry = self._open.get(call_id)
         if entry is None or entry.abandoned:
             return
         if processed and entry.listed > self._forgotten_count:
             # Drop the ids that this call listed, without those dropped since.
             self._forget(entry.listed - self._forgotten_count)
-        self._settle(call_id)
+        command = entry.command
+        if isinstance(command, LocateRows) or (isinstance(command, Locate) and command.brief):
+            return
+        self._remove(call_id)
         if entry.settles is not None:
-            self._settle(entry.settles)
+            self._remove(entry.settles)
 
-    def end_read(self, call_id: int) -> None:
-        """Settle an answered `LocateRows`: its bytes are not read any longer. The next call
-        confirms it, which ends its pins."""
-        self._settle(call_id)
+    def settle(self, call_id: int) -> None:
+        """Settle a brief read whose bytes are not read any longer, or a call of which nothing is
+        needed. The next call confirms it, which ends the pins of a read."""
+        self._remove(call_id)
         self.ended_read = call_id
 
     def abandon(self, call_id: int, *, now: float) -> Call | None:
@@ -133,7 +138,7 @@ class CallIds:
             return None
         undo = undo_of(call_id, entry.command)
         if undo is None:
-            self._settle(call_id)
+            self.settle(call_id)
             return None
         entry.abandoned = True
         call = self.issue(undo, now=now, posted=True)
@@ -144,7 +149,7 @@ class CallIds:
         """Return the posted, unanswered calls that were last sent before `sent_before`."""
         return [call_id for call_id, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
 
-    def _settle(self, call_id: int) -> None:
+    def _remove(self, call_id: int) -> None:
         """Remove an open call. Add its id to the settled ones, which calls list, unless the
         watermark covers it. Idempotent."""
         if self._open.pop(call_id, None) is None or next(iter(self._open), call_id) >= call_id:
@@ -200,7 +205,7 @@ def undo_of(call_id: int, command: Command) -> Command | None:
             return Abort(reservation=reservation)
         case Move(reservation=int(reservation)):
             return Abort(reservation=reservation)
-        case Locate() | Save() | FindCells():
+        case Locate(brief=False) | Save() | FindCells():
             return Release(located=call_id)
         case Claim():
             return Unclaim(claimed=call_id)

@@ -242,7 +242,7 @@ class Calls:
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
         """Return the result of the call, or raise its error; after an interrupt, always raise.
-        Record that its id is answered, unless `end_read` will do so."""
+        Record that the call is answered."""
         if isinstance(self.ended, SessionInterruptedError):
             self.check_open()
         self.lost = ""  # the service responds
@@ -256,16 +256,15 @@ class Calls:
                 self._record_answer(reply)
             raise error
         result: c.Result = messages.decode_result(outgoing.command, reply.body)
-        if outgoing.command is not c.LocateRows:
-            with self._lock:
-                self._call_ids.record_answer(outgoing.call_id)
+        with self._lock:
+            self._call_ids.record_answer(outgoing.call_id)
         return result
 
     def end_read(self, call_id: int) -> None:
-        """Record that the rows of an answered `LocateRows` were read. The next call confirms it,
+        """Record that the rows of a brief read (see `Locate`) are not read any longer. The next call confirms it,
         which ends its pins; `on_ended_read` sees to it that there is one soon."""
         with self._lock:
-            self._call_ids.end_read(call_id)
+            self._call_ids.settle(call_id)
         self.on_ended_read()
 
     def _is_shutdown_notice(self, reply: zmq_frames.Reply) -> bool:
@@ -287,6 +286,8 @@ class Calls:
         now = time.monotonic()
         with self._lock:
             undo = self._call_ids.abandon(call_id, now=now)
+        if self.ended_read is not None:
+            self.on_ended_read()
         return None if undo is None else self._outgoing(undo, now, now + self._timeout_s)
 
     def due(self, *, all_of_them: bool = False) -> list[OutgoingCall]:
@@ -304,7 +305,7 @@ class Calls:
             frames = zmq_frames.request(call)
         except BaseException:
             with self._lock:
-                self._call_ids.record_answer(call.call_id, processed=False)
+                self._call_ids.settle(call.call_id)
             raise
         kind = type(call.command)
         wake_at = min(now + RESEND_S, deadline)

@@ -16,7 +16,7 @@ from dataplane.client.operations.field_names import fetch_schema
 from dataplane.client.operations.put import put_rows
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
 from dataplane.client.operations.short_put import MAX_ROWS, ShortPut, prepare, store_short
-from dataplane.client.operations.steps import Operation, Post, Send
+from dataplane.client.operations.steps import EndRead, Operation, Send
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.columns import tag_columns, tags_of
@@ -107,8 +107,9 @@ def locate_fields(
     if not len(samples.rows) or not fields:
         return ()
     handles = c.Samples(rows=samples.rows, generations=samples.generations)
-    reply = yield Send(c.Locate(partition=partition, samples=handles, fields=tuple(fields), missing_ok=True))
-    yield Post(c.Release(located=reply.call_id))
+    locate = c.Locate(partition=partition, samples=handles, fields=tuple(fields), missing_ok=True, brief=True)
+    reply = yield Send(locate)
+    yield EndRead(reply.call_id)
     locations: Sequence[c.FieldLocations] = reply.result.fields
     return locations
 
@@ -163,8 +164,8 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
             return (yield from list_samples(session_state, partition, samples))
         except (SampleNotFoundError, StaleSampleError):
             # Some are missing. List those that exist now, by handle; if one is cleared before that, locate again.
-            reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True))
-            yield Post(c.Release(located=reply.call_id))
+            reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True, brief=True))
+            yield EndRead(reply.call_id)
             exists = reply.result.rows >= 0  # -1: missing
             samples = c.Samples(rows=reply.result.rows[exists], generations=reply.result.generations[exists])
     raise TransferQueueError(

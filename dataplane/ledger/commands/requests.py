@@ -189,6 +189,9 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
 class Locate(Answered[Located], frozen=True, kw_only=True):
     """Return where the fields of the samples are, and pin them under this call's id. Answered `Located`.
 
+    The pins last until a `Release`. With `brief`, they last until the client confirms the answer,
+    which it does after its read, and need no `Release`.
+
     With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation
     0) are not errors, and the answer includes variants (`schema.variants_of`).
     """
@@ -197,6 +200,7 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
     samples: Samples
     fields: tuple[str, ...]
     missing_ok: bool = False
+    brief: bool = False
 
 
 class Release(Answered[Done], frozen=True, kw_only=True):

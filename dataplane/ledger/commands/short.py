@@ -102,8 +102,7 @@ class RowsLocated(Result, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
-    """Locate and pin a few samples, as the `Locate` that `expand` returns, until the client
-    confirms the answer, which it does after its read, instead of a `Release`. Answered
+    """Locate and pin a few samples, as the brief `Locate` that `expand` returns. Answered
     `RowsLocated`, in its short form only if the fields have the specs of the plan, and a complete
     plan is still complete."""
 
@@ -120,6 +119,7 @@ class LocateRows(Answered[RowsLocated], frozen=True, kw_only=True):
             partition=self.partition,
             samples=_samples(self.ids, self.rows, self.generations),
             fields=decode_plan(self.plan).names,
+            brief=True,
         )
 
 

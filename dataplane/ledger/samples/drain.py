@@ -132,7 +132,6 @@ class Drains:
 
     def _pin_first_cells(self, session: Session, call_id: int, unit: Unit, command: FindCells) -> FoundCells:
         """Pin and return the first cells on the unit, or only the facts about it if it has none."""
-        extents = self.state.extents
         partitions, facts = self._unit_facts(unit)
         for partition, name in self._live_fields(partitions, command):
             field = partition.fields[name]
@@ -143,8 +142,7 @@ class Drains:
             rows = page.rows
             first_rows = page.rows[page.firsts]
             pinned = np.unique(field.extents[rows])
-            extents.pin(pinned)
-            session.pins[call_id] = pinned
+            self.state.pin(session, call_id, pinned)
             return msgspec.structs.replace(
                 facts,
                 partition=partition.name,

@@ -26,9 +26,10 @@ Cells = tuple[c.Int32s, c.Int64s, c.Int64s]
 
 
 class Reads:
-    """Executes the read-only commands: Locate, List, Describe, Units and Stats. `Locate` pins the extents of the cells,
-    so that their bytes stay in place until the session releases the call. The methods that take
-    (session, call_id, command) execute call `call_id` of that session."""
+    """Executes the read-only commands: Locate, List, Describe, Units and Stats. `Locate` pins the
+    extents of the cells, so that their bytes stay in place until the session releases the call, or
+    if it is brief confirms it. The methods that take (session, call_id, command) execute call
+    `call_id` of that session."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -56,8 +57,7 @@ class Reads:
         if len(rows) and located:
             to_pin.discard(0)  # of rows without a cell in a hidden column
             pinned = np.array(sorted(to_pin), np.int32)
-            self.state.extents.pin(pinned)
-            session.pins[call_id] = pinned
+            self.state.pin(session, call_id, pinned, brief=command.brief)
         return c.Located(
             fields=(*located, *hidden),
             rows=rows.copy(),
@@ -89,8 +89,7 @@ class Reads:
             )
             to_pin.append(extents[extents > 0])
         pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
-        self.state.extents.pin(pinned)
-        session.pins[call_id] = pinned
+        self.state.pin(session, call_id, pinned, brief=command.brief)
         # Generation 0 for samples that do not exist. A partition without rows has no table of generations.
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)

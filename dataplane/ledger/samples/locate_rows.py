@@ -62,8 +62,7 @@ def locate_rows(state: State, session: Session, call_id: int, command: LocateRow
         checksums += [0] * (len(extents) - len(checksums))
     else:
         checksums = []
-    state.extents.pin(distinct)
-    session.pins[call_id] = distinct
+    state.pin(session, call_id, distinct, brief=True)
     return RowsLocated(
         rows=tuple(found),
         generations=tuple(table.generations[rows].tolist()),

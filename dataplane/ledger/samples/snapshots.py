@@ -56,8 +56,7 @@ class Saves:
                 in_use[field.extents] = True
         in_use[0] = False  # extent 0 means "no extent"
         pinned = np.flatnonzero(in_use).astype(np.int32)
-        self.state.extents.pin(pinned)
-        session.pins[call_id] = pinned
+        self.state.pin(session, call_id, pinned)
         session.saves[call_id] = snapshots
         return c.Saved(partitions=tuple(saved))
 

@@ -17,7 +17,7 @@ from dataplane.errors import (
     PartitionDroppedError,
     PartitionNotFoundError,
 )
-from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
+from dataplane.ledger.commands import Answer, Int32s, Int64s, Notice, Output, Result, Samples
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import (
@@ -345,6 +345,14 @@ class State:
         self.out.append(Answer(session=session.session_id, call_id=call_id, result=result))
 
     # --- what a session holds
+
+    def pin(self, session: Session, call_id: int, extents: Int32s, *, brief: bool = False) -> None:
+        """Pin these extents (no repeats) for a call of the session: until its `Release`, or if `brief`
+        until the client confirms its answer."""
+        self.extents.pin(extents)
+        session.pins[call_id] = extents
+        if brief:
+            session.brief_pins.add(call_id)
 
     def free_reservation(self, session: Session, call_id: int) -> None:
         """Free the space that call `call_id` of the session reserved."""
