@@ -11,6 +11,7 @@ from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger import Ledger
 from dataplane.ledger.commands import Allocate, Allocated, Answer, Claim, Claimed, Output, Preallocate
 from tests.ledger.budget_books import EVICTING, BudgetBooks, wanted_bytes
+from tests.ledger.cell_books import check_cells
 from tests.ledger.claim_model import LIMITS, Name
 from tests.ledger.model import Model
 from tests.ledger.oracle import overlooked
@@ -182,6 +183,7 @@ class SpaceChecks(ClaimChecks):
 
     @invariant()
     def space_is_sound(self) -> None:
+        check_cells(self.ledger)
         for unit in self.units.values():
             free = self.ledger.free_ranges(unit.id)
             held = [(start, size) for at, start, size in self.ledger.held_ranges() if at == unit.id]

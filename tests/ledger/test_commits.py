@@ -403,13 +403,13 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     lengths = np.array([96, 10, 80])
     field.write(rows, np.full(3, extent_id, np.int32), np.array([0, 96, 106]), lengths, None)
     account = extents.open_account()
-    account.live_bytes = 192
-    extents.make_live(extent_id, 3, Several(field, rows, 186, account))
-    extents.release_cells(*erase([field], np.array([0])), account)
+    extents.adopt(extent_id, account)
+    extents.add_cells(extent_id, 3, Several((field,), rows, 186), account)
+    extents.release_cells(erase([field], np.array([0])), account)
     assert extents.ranges() == [(1, 64, 128)]
-    extents.release_cells(*erase([field], np.array([2])), account)
+    extents.release_cells(erase([field], np.array([2])), account)
     assert extents.ranges() == [(1, 64, 64)]
-    assert account.live_bytes == 64
+    assert account.live_bytes == account.used_bytes == 64
 
 
 # --- Which rows get checksums, what becomes of these, and who is to compare them.

@@ -17,7 +17,7 @@ from dataplane.errors import SampleNotFoundError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding.image import FORMAT, ImageError, dump, load
-from dataplane.ledger.state.arrays import as_slice, every, some, tally, top
+from dataplane.ledger.state.arrays import as_slice, every, some, top
 from tests.ledger.driver import Client, Driver, by_ids, handles
 from tests.ledger.fingerprint import digest, fingerprint
 from tests.ledger.values import canonical
@@ -298,13 +298,6 @@ def test_an_image_of_something_else_is_no_ledger() -> None:
 
 
 INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
-def test_a_tally_is_the_count_of_each_key(keys: list[int]) -> None:
-    distinct, counts = tally(np.array(keys, np.int32))
-    assert distinct.tolist() == sorted(set(keys))
-    assert counts.tolist() == [keys.count(key) for key in distinct.tolist()]
 
 
 @given(st.lists(st.integers(0, 8), unique=True, max_size=8))

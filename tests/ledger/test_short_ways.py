@@ -26,6 +26,7 @@ from dataplane.ledger.state.extents import Account, Extents
 from dataplane.ledger.state.rows import Rows
 from dataplane.ledger.state.sessions import Preallocation, Session
 from dataplane.ledger.state.state import State
+from tests.ledger.cell_books import check_cells
 from tests.ledger.driver import BYTES, Client, Driver, by_ids
 from tests.ledger.fingerprint import fingerprint
 from tests.ledger.values import canonical
@@ -120,8 +121,9 @@ class Twins(Driver):
         return out
 
     def compare(self) -> None:
-        """Check that the states are equal."""
+        """Check that the states are equal, and that the extents agree with the cells."""
         assert fingerprint(self.ledger) == fingerprint(self.general)
+        check_cells(self.ledger)
 
 
 def plan_of(names: list[str], *, by_schema: bool = True, complete: bool = False, **other: FieldSpec) -> bytes:
@@ -351,10 +353,74 @@ def test_pins_of_a_short_read_end_when_its_answer_is_confirmed(general: bool, co
     assert not session.brief_pins
 
 
+def small_put(client: Client, ids: tuple[str, ...], **lengths: int) -> int:
+    """Put a value of so many bytes per field and sample into space for just these, and return its
+    offset."""
+    nbytes = sum(-(-length * len(ids) // 64) * 64 for length in lengths.values())
+    space = client.call(c.Preallocated, c.Preallocate(unit=1, nbytes=nbytes + 64))
+    command = c.PutRows(
+        partition="p",
+        mode=c.Mode.UPSERT,
+        reservation=client.last_call_id,
+        offset=space.offset,
+        plan=plan_of(list(lengths), **dict.fromkeys(lengths, BYTES)),
+        lengths=tuple([length for length in lengths.values() for _ in ids]),
+        ids=ids,
+    )
+    reservation = client.last_call_id
+    client.call(c.Committed, command)
+    client.do(c.Abort(reservation=reservation))
+    return space.offset
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_values_of_a_small_put_of_one_row_share_an_extent_and_leave_it_one_by_one(read: bool) -> None:
+    client = Driver().client(attach=[1])
+    client.register("p", specs=dict.fromkeys("xyz", BYTES))
+    first = small_put(client, ("a",), x=64, y=100, z=1)
+    assert client.unit().extents == 1
+    assert client.used() == 64 + 128 + 64
+    if read:
+        client.locate(by_ids("a"), ["x"])
+    located = client.last_call_id
+    second = small_put(client, ("a",), y=64)
+    assert client.unit().extents == 2
+    assert client.used() == 64 + 64 + 64 + 128 * read
+    if read:
+        client.do(c.Release(located=located))
+        assert client.used() == 64 + 64 + 64
+    held = [(1, first, 64), (1, first + 192, 64), (1, second, 64)]
+    assert sorted(client.driver.ledger.held_ranges()) == sorted(held)
+    client.clear("a")
+    assert client.unit().extents == client.used() == 0
+
+
+def test_a_small_put_of_several_rows_is_trimmed_when_half_of_its_bytes_are_replaced() -> None:
+    client = Driver().client(attach=[1])
+    client.register("p", specs=dict.fromkeys("xy", BYTES))
+    small_put(client, ("a", "b"), x=64, y=64)
+    small_put(client, ("a", "b"), x=64)
+    assert client.used() == 6 * 64
+    small_put(client, ("a",), y=64)
+    assert client.used() == (1 + 2 + 1) * 64
+    client.clear("b")
+    assert client.used() == (2 + 1) * 64
+    client.clear("a")
+    assert client.unit().extents == client.used() == 0
+
+
 def uncharged(extents: Extents, unit: int, start: int, size: int, account: Account, cells: int) -> int:
     number = create_live(extents, unit, start, size, account, cells)
     account.used_bytes -= size
     return number
+
+
+def kept(*_: Any) -> None:
+    """Free nothing."""
+
+
+def greedy(extents: Extents, extent_id: int, due: list[tuple[int, int]], account: Account) -> None:
+    free_due(extents, extent_id, [(start, size + 64) for start, size in due], account)
 
 
 def late(table: Rows, name: str, generation: int, now: float) -> int:
@@ -390,11 +456,14 @@ def incomplete(state: State, session: Session, call_id: int, command: c.LocateRo
 
 
 create_live = Extents.create_live
+free_due = Extents._free_due
 create_one = Rows.create_one
 cut = put_rows_module._cut
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "bytes are not charged": (Extents, "create_live", uncharged),
     "a sample is born late": (Rows, "create_one", late),
+    "dead parts stay": (Extents, "_release_parts", kept),
+    "a part is freed with its neighbour": (Extents, "_free_due", greedy),
     "tags are lost": (WAYS, "put", tagless),
     "the rest of the space begins too late": (put_rows_module, "_cut", shifted),
     "nothing is pinned": (WAYS, "locate", unpinned),

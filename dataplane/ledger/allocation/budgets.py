@@ -16,7 +16,7 @@ import numpy as np
 
 from dataplane.errors import CapacityTimeoutError
 from dataplane.ledger.commands import Int32s, Int64s, Notice, WhenFull
-from dataplane.ledger.state.arrays import Bools, some, tally
+from dataplane.ledger.state.arrays import Bools, some
 from dataplane.ledger.state.extents import Account
 from dataplane.ledger.state.partition import Outlook, Partition
 from dataplane.ledger.state.sessions import ParkedAllocate
@@ -193,7 +193,7 @@ class Evictions:
         extent_ids = np.concatenate(cells)
         counts = np.tile(np.arange(1, len(rows) + 1), len(cells))
         order = np.lexsort((counts, extent_ids))  # by extent, then by row
-        distinct, live = tally(extent_ids)
+        distinct, live = np.unique(extent_ids[order], return_counts=True)
         last = counts[order][live.cumsum() - 1]  # the extent is freed with its last row
         complete = live == extents.live[distinct]  # no live cell of the extent belongs to another row
         distinct = distinct[complete]

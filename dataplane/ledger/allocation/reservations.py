@@ -510,19 +510,16 @@ class PreallocatedPut(PutReservation):
         )
 
     def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the space, as one extent per column. The rest of the space's piece
-        stays preallocated."""
+        """Take the bytes out of the space, as one extent of all columns. The rest of the space's
+        piece stays preallocated."""
         if self.piece_number is not None:
             pieces = self.space.pieces[0]
             remaining = extents.cut(pieces[self.piece_number].extent, self.offset, self.total_bytes)
             pieces[self.piece_number : self.piece_number + 1] = [
                 ReservedPiece(0, 0, extent, int(extents.starts[extent])) for extent in remaining
             ]
-        offset = self.offset
-        account = self.partition.account
-        unit = self.space.unit
+        offset = self.offset if self.total_bytes else 0  # an extent of empty values holds no bytes
+        extent = extents.reserve(self.space.unit, offset, self.total_bytes, self.partition.account)
         for number, nbytes in enumerate(self.nbytes):
-            start = offset if nbytes else 0  # an extent of empty values holds no bytes
-            extent = extents.reserve(unit, start, nbytes, account)
-            self.pieces[number].append(ReservedPiece(0, len(self.sizes[number]), extent, start))
+            self.pieces[number].append(ReservedPiece(0, len(self.sizes[number]), extent, offset))
             offset += nbytes

@@ -24,8 +24,8 @@ from dataplane.ledger.allocation.budgets import Evictions, budget_excess, out_of
 from dataplane.ledger.allocation.placement import MAX_BYTES
 from dataplane.ledger.allocation.reservations import PreallocatedPut
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
-from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
-from dataplane.ledger.state.extents import Several
+from dataplane.ledger.state.arrays import Bools, first_true, some, top, total
+from dataplane.ledger.state.extents import DeadCells, Several
 from dataplane.ledger.state.fields import Field, cells_of
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import (
@@ -321,9 +321,11 @@ class Commits:
             return set(), 0
         written: set[str] = set()
         overwritten_bytes = 0
-        dead: list[tuple[Int32s, Int64s]] = []  # (extents, bytes) of replaced cells, by column
+        dead: list[DeadCells] = []
         unused: list[int] = []  # extents without samples
         rows_copy = rows.copy()  # kept by the extents' records (`Several.rows`)
+        # Each cell has granules of its own.
+        alone = len(rows) == 1 and isinstance(reservation, PreallocatedPut)
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
             if not len(rows):
                 unused += [piece.extent for piece in pieces]
@@ -334,19 +336,18 @@ class Commits:
             elif not field.spec.accepts(column.spec):  # checked before: it can widen
                 field = partition.widen(column.name)
             cells = cells_at(column, sizes, pieces)
-            unused += self.make_column_live(partition, field, column, pieces, rows_copy)
+            unused += self.make_column_live(partition, field, column, pieces, rows_copy, alone=alone)
             replaced = field.write(rows, *cells)
-            old_extents, _ = replaced  # 0: no cell
             field.settle_for_put(column.spec)
             dead += partition.erase_other_columns(column.name, rows)
-            if not every(old_extents):
+            if replaced is None or replaced.cells < len(rows):
                 written.add(field_of(column.name))
-            if some(old_extents):
+            if replaced is not None:
                 dead.append(replaced)
-                overwritten_bytes += _overwritten_length(column, old_extents == 0) * column.spec.unit_bytes
-        partition.release_cells(dead)
+                overwritten_bytes += _overwritten_length(column, replaced.extents == 0) * column.spec.unit_bytes
+        self.state.extents.release_cells(dead, partition.account)
         if unused:
-            self.state.extents.free(np.array(unused, np.int32))
+            self.state.extents.free(np.unique(np.array(unused, np.int32)))
         return written, overwritten_bytes
 
     def make_column_live(
@@ -356,9 +357,12 @@ class Commits:
         column: CommitColumn,
         pieces: list[ReservedPiece],
         rows: Int64s,
+        *,
+        alone: bool = False,
     ) -> list[int]:
         """Make the column's extents live. `pieces`: where its values are; `rows`: the rows of the
-        column's samples. Return the extents that no sample points at."""
+        column's samples; `alone`: all other cells of its extent are of this one row, too. Return
+        the extents that no sample points at."""
         extents = self.state.extents
         unused = []
         # How many samples share each value.
@@ -368,13 +372,12 @@ class Commits:
             if not cells:
                 unused.append(extent)
                 continue
-            several = None  # else the record for trimming an extent with several values
-            if last - first > 1:  # a shared value counts once for each of its samples
+            several = None  # else the record for trimming an extent with several cells
+            if not alone and max(last - first, cells) > 1:  # a shared value counts once for each of its samples
                 lengths = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
                 piece_rows = rows if len(pieces) == 1 else _rows_in_piece(column.index, rows, first, last)
-                several = Several(field, piece_rows, total(lengths) * column.spec.unit_bytes, partition.account)
-            extents.make_live(extent, cells, several)
-            partition.account.live_bytes += int(extents.sizes[extent])
+                several = Several((field,), piece_rows, total(lengths) * column.spec.unit_bytes)
+            extents.add_cells(extent, cells, several, partition.account)
         return unused
 
 

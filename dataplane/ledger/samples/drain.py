@@ -330,7 +330,9 @@ class Drains:
         new_extents, offsets, lengths, _ = cells_at(column, reservation.sizes[0], pieces)
         unused = self.commits.make_column_live(partition, field, column, pieces, rows)
         checksums = None if field.checksums is None else field.checksums[rows]
-        partition.release_cells([field.write(rows, new_extents, offsets, lengths, checksums)])
+        moved = field.write(rows, new_extents, offsets, lengths, checksums)
+        assert moved is not None, field
+        extents.release_cells([moved], partition.account)
         self.state.recheck_puts(partition, rows)
         extents.unpin(pinned)  # frees the old bytes, unless readers use them: before the new ones are charged
         # Space for moved cells has had no account until now. The values of skipped cells are trimmed.
@@ -338,7 +340,7 @@ class Drains:
             extent_id = piece.extent
             if extent_id not in unused:  # a moved cell points at it
                 extents.adopt(extent_id, partition.account)
-                extents.trim(extent_id)
+                extents.trim(extent_id, partition.account)
         if unused:
             extents.free(np.array(unused, np.int32))
 

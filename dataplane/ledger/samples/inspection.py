@@ -249,15 +249,12 @@ def _bytes_between(extents: Extents, extent_ids: c.Int32s, edges: c.Int64s) -> c
     """Return how many bytes of these extents lie between each two successive edges, which are addresses."""
     starts = extents.starts[extent_ids]
     sizes = extents.sizes[extent_ids]
-    with_record = extent_ids[extents.is_several[extent_ids]].tolist()
-    pieces = [piece for extent_id in with_record for piece in extents.several[extent_id].pieces or ()]
-    if pieces:
-        # A trimmed extent holds only its pieces.
-        is_trimmed = np.isin(
-            extent_ids, [extent_id for extent_id in with_record if extents.several[extent_id].pieces is not None]
-        )
-        starts = np.concatenate([starts[~is_trimmed], [start for start, _ in pieces]])
-        sizes = np.concatenate([sizes[~is_trimmed], [size for _, size in pieces]])
+    partly_freed = extents.pieces.keys() & extent_ids.tolist()
+    if partly_freed:  # they hold only their pieces
+        pieces = [piece for extent_id in partly_freed for piece in extents.pieces[extent_id]]
+        is_whole = ~np.isin(extent_ids, list(partly_freed))
+        starts = np.concatenate([starts[is_whole], [start for start, _ in pieces]])
+        sizes = np.concatenate([sizes[is_whole], [size for _, size in pieces]])
     order = starts.argsort(kind="stable")
     starts = starts[order]
     sizes = sizes[order]

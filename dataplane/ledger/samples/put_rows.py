@@ -10,10 +10,10 @@ import numpy as np
 
 from dataplane.core.schema import INPUT_LENGTHS
 from dataplane.core.types import GRANULE_BYTES
-from dataplane.ledger.commands import Committed, Int32s, Int64s, Mode, TagColumn
+from dataplane.ledger.commands import Committed, Int64s, Mode, TagColumn
 from dataplane.ledger.commands.short import Plan, PutRows, decode_plan
 from dataplane.ledger.samples.commit import is_length
-from dataplane.ledger.state.extents import Extents, Several
+from dataplane.ledger.state.extents import DeadCells, Extents, Several
 from dataplane.ledger.state.fields import INT32_MAX
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import Preallocation, ReservedPiece, Session
@@ -88,7 +88,7 @@ def _find_space(state: State, session: Session, command: PutRows, sizes: list[in
     """Return the space of the put, and the position of the piece of it that begins at the put's
     offset and is larger than its values; None if the space no longer exists, or no piece is."""
     space = session.reservations.get(command.reservation)
-    if type(space) is not Preallocation or space.broken or len(sizes) > state.extents.room:
+    if type(space) is not Preallocation or space.broken:
         return None
     unit = state.units.get(space.unit)
     if unit is None or unit.offer.epoch != space.epochs[space.unit] or not (unit.connected or unit.awaited):
@@ -217,40 +217,43 @@ def _write_cells(
     index: int | Int64s = int(rows[0]) if count == 1 else rows  # numpy is faster with an int
     written: set[str] = set()
     overwritten_bytes = 0
-    dead: list[tuple[Int32s, Int64s]] = []
+    dead: list[DeadCells] = []
     offset = command.offset
+    extent = extents.create_live(unit, offset, sum(sizes), account, count * len(sizes))
     first = 0
+    total_bytes = 0
     for column, nbytes in zip(plan.columns, sizes, strict=True):
         field = partition.fields[column.name]
-        begin = offset if nbytes else 0  # an extent of empty values holds no bytes
-        extent = extents.create_live(unit, begin, nbytes, account, count)
         had_cells = field.extents[rows]
         replaced = int(np.count_nonzero(had_cells))
         if replaced:
-            dead.append((had_cells, field.bytes_of(rows)))
+            places = field.offsets[rows], field.lengths[rows]
+            dead.append(DeadCells(had_cells, *places, field.unit_bytes, replaced))
         if replaced < count:
             written.add(column.name)
         field.live += count - replaced
         lengths = command.lengths[first : first + count]
         field.extents[index] = extent
         if count == 1:
-            field.offsets[index] = begin
+            field.offsets[index] = offset
             field.lengths[index] = lengths[0]
             overwritten_bytes += lengths[0] * column.unit_bytes if replaced else 0
         else:
             values = np.array(lengths, np.int64)
             value_bytes = values * column.unit_bytes
-            field.offsets[index] = np.cumsum(value_bytes) - value_bytes + begin
+            field.offsets[index] = np.cumsum(value_bytes) - value_bytes + offset
             field.lengths[index] = values
             overwritten_bytes += int(value_bytes[had_cells > 0].sum()) if replaced else 0
-            extents.several[extent] = Several(field, rows, int(value_bytes.sum()), account)
-            extents.is_several[extent] = True
+            total_bytes += int(value_bytes.sum())
         if field.checksums is not None:
             given = command.checksums[first : first + count]
             field.checksums[rows] = given or 0
         offset += nbytes
         first += count
-    partition.release_cells(dead)
+    if count > 1:
+        fields = tuple([partition.fields[name] for name in plan.names])
+        extents.several[extent] = Several(fields, rows, total_bytes)
+    extents.release_cells(dead, account)
     return written, overwritten_bytes
 
 

@@ -53,16 +53,6 @@ def total(values: Int64s) -> int:
     return int(values[0]) if len(values) == 1 else int(np.add.reduce(values))
 
 
-def tally(keys: Int32s) -> tuple[Int32s, Int64s]:
-    """Return the distinct keys (at least one), ascending, and their counts."""
-    ordered = np.sort(keys, kind="stable")  # fast where many neighbours are in order, as here
-    starts = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1  # where the runs of equal keys begin, but for the first
-    if len(starts) + 1 == len(keys):
-        return ordered, np.ones(len(keys), np.int64)
-    bounds = np.concatenate(([0], starts, [len(keys)]))
-    return ordered[bounds[:-1]], np.diff(bounds)
-
-
 def as_slice(numbers: A) -> A | slice:
     """Return an index for these numbers (no repeats): if they are consecutive, a slice,
     which is much faster than an array."""

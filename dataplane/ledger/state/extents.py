@@ -1,30 +1,50 @@
 """The table of extents: their states (reserved, live, retired) and the release of their bytes.
 
-An extent is a range of one storage unit's arena. A put reserves extents and writes values into them. A cell is one
-sample's value in one field; it refers to its extent. A retired extent has no live cells, but pins (reads or copies in
+An extent is a range of one storage unit's arena. A cell is one sample's value in one field; it
+refers to its extent. All columns of a put into preallocated space share one extent; other puts have
+one extent, or several, per column. A retired extent has no live cells, but pins (reads or copies in
 progress) keep its bytes.
+
+Cells without a `Several` record lie on granules of their own, which are freed with each cell. An
+extent with a record is trimmed when more than half of its bytes are dead. `pieces` has what is left
+of either.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from dataplane.core.types import GRANULE_BYTES, granules_up
 from dataplane.ledger.commands import Int32s, Int64s
-from dataplane.ledger.state.arrays import Bools, as_slice, grown, next_capacity, some, tally
+from dataplane.ledger.state.arrays import as_slice, grown, next_capacity, some
 from dataplane.ledger.state.units import Unit
 
 FREE = 0
 RESERVED = 1
 LIVE = 2
 RETIRED = 3
+RETIRING = 4
+"""States of an extent, the last one within `release_cells` only."""
 FEW = 128
 """Up to this number of dead cells, their extents are first gone through one by one."""
+_ONE = np.int32(1)  # numpy is faster with numbers of the right size
 
 Pieces = list[tuple[int, int]]
 """(start, size) pairs, sorted by address."""
+
+
+class DeadCells(NamedTuple):
+    """Cells that were removed from their field, by row: extent (0: there was no cell; repeats are
+    allowed), offset and length in units of `unit_bytes`. `cells` is their number."""
+
+    extents: Int32s
+    offsets: Int64s
+    lengths: Int32s | Int64s
+    unit_bytes: int
+    cells: int
 
 
 class CellColumns(Protocol):
@@ -60,21 +80,17 @@ class Account:
 
 
 class Several:
-    """Record of an extent with several values, used to trim it: to free the parts without live
-    cells."""
+    """Record of an extent with cells of several rows, used to trim it: to free the parts without
+    live cells."""
 
-    def __init__(self, cells: CellColumns, rows: Int64s, live_bytes: int, account: Account) -> None:
-        self.cells = cells
-        # The rows for which the extent was committed: one array for all columns of a put, until
-        # trimmed.
+    def __init__(self, columns: tuple[CellColumns, ...], rows: Int64s, live_bytes: int) -> None:
+        # The columns and rows for which the extent was committed, the rows until trimmed.
+        self.columns = columns
         self.rows = rows
         # Sum of the live cells. A shared value counts once per cell.
         self.live_bytes = live_bytes
         # This sum at the last trim.
         self.whole_bytes = live_bytes
-        self.account = account
-        # The parts that the extent still holds after a trim. None: the whole extent.
-        self.pieces: Pieces | None = None
 
     @property
     def trim_is_due(self) -> bool:
@@ -101,8 +117,12 @@ class Extents:
         # freed; and when any unit is dropped.
         self.watched: frozenset[int] = frozenset()
         self.stirred = False
-        # Records of the extents with several values (`is_several`).
+        # Records of the extents with cells of several rows.
         self.several: dict[int, Several] = {}
+        # The parts that partly freed extents still hold.
+        self.pieces: dict[int, Pieces] = {}
+        # Parts to free with the last pin, by pinned extent; those of a trim are not known yet.
+        self.pinned_parts: dict[int, Pieces] = {}
         # Open accounts, and closed ones that still have bytes, by id. `opened`: the last id.
         self.accounts: dict[int, Account] = {}
         self.opened = 0
@@ -117,7 +137,6 @@ class Extents:
         # Account ids. 0: space without an account, preallocated or taken for moved cells.
         self.owners: Int32s = np.zeros(64, np.int32)
         self.states = np.zeros(64, np.int8)
-        self.is_several: Bools = np.zeros(64, np.bool_)
 
     def open_account(self) -> Account:
         self.opened += 1
@@ -131,8 +150,25 @@ class Extents:
             del self.accounts[account.account_id]
 
     def reserve(self, unit: int, start: int, size: int, account: Account | None = None) -> int:
-        """Create an extent over bytes that the caller took from the unit's free space, and return its id. account:
-        its owner, if any."""
+        """Create an extent over bytes that the caller took from the unit's free space, and return
+        its id. account: its owner, if any."""
+        owner = 0 if account is None else account.account_id
+        if account is not None:
+            account.charge(size)
+            self.loosened.add(owner)
+        self.moved.add(owner)
+        return self._create(unit, start, size, RESERVED, owner)
+
+    def create_live(self, unit: int, start: int, size: int, account: Account, cells: int) -> int:
+        """Create an extent as `reserve` does, for an account for which no put waits, with live
+        cells as `add_cells` does."""
+        account.charge(size)
+        account.live_bytes += size
+        extent_id = self._create(unit, start, size, LIVE, account.account_id)
+        self.live[extent_id] = cells
+        return extent_id
+
+    def _create(self, unit: int, start: int, size: int, state: int, owner: int) -> int:
         if self.spare:
             extent_id = self.spare.pop()
         else:
@@ -143,37 +179,9 @@ class Extents:
         self.units[extent_id] = unit
         self.starts[extent_id] = start
         self.sizes[extent_id] = size
-        self.states[extent_id] = RESERVED
-        self.owners[extent_id] = 0 if account is None else account.account_id
-        if account is not None:
-            account.charge(size)
-            self.loosened.add(account.account_id)
-        self.moved.add(int(self.owners[extent_id]))
+        self.states[extent_id] = state
+        self.owners[extent_id] = owner
         return extent_id
-
-    @property
-    def room(self) -> int:
-        """How many extents can be created before the table grows."""
-        return len(self.spare) + len(self.units) - self.high
-
-    def create_live(self, unit: int, start: int, size: int, account: Account, cells: int) -> int:
-        """Create an extent as `reserve` does, for an account for which no put waits, and make it live as `make_live`
-        does. The table has room."""
-        if self.spare:
-            number = self.spare.pop()
-        else:
-            number = self.high
-            self.high += 1
-        self.units[number] = unit
-        self.starts[number] = start
-        self.sizes[number] = size
-        self.states[number] = LIVE
-        self.owners[number] = account.account_id
-        self.live[number] = cells
-        account.live_bytes += size
-        account.used_bytes += size
-        account.peak_bytes = max(account.peak_bytes, account.used_bytes)
-        return number
 
     def cut(self, extent_id: int, start: int, nbytes: int) -> list[int]:
         """Remove [start, start + nbytes), whole granules, from a reserved extent without an account. The bytes do not
@@ -196,90 +204,106 @@ class Extents:
         self.sizes[extent_id] = bytes_after
         return [extent_id]
 
-    def make_live(self, extent_id: int, cells: int, several: Several | None) -> None:
-        """Mark a reserved extent as live, with `cells` (> 0) live cells. several: None for an extent of one value. The
-        caller adds its size to the account's `live_bytes`."""
-        self.states[extent_id] = LIVE
-        self.live[extent_id] = cells
-        self._note_if_watched(self.units[extent_id : extent_id + 1])
+    def add_cells(self, extent_id: int, cells: int, several: Several | None, account: Account) -> None:
+        """Add live cells (> 0) to an extent, which is live from the first ones on. several: their
+        record; None if they lie on granules of their own."""
+        if self.states.item(extent_id) == RESERVED:
+            self.states[extent_id] = LIVE
+            account.live_bytes += self.sizes.item(extent_id)
+            self._note_if_watched(self.units[extent_id : extent_id + 1])
+        self.live[extent_id] += cells
         if several is not None:
-            self.several[extent_id] = several
-            self.is_several[extent_id] = True
+            known = self.several.setdefault(extent_id, several)
+            if known is not several:  # it is that of other columns, for the same rows
+                known.columns += several.columns
+                known.live_bytes += several.live_bytes
+                known.whole_bytes += several.whole_bytes
 
-    def release_cells(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
-        """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed;
-        extent 0 is skipped). The caller has already removed the cells from their field. Extents without live cells
-        retire, and are freed unless pinned. Extents with live cells are trimmed if due, unless pinned."""
-        count = np.count_nonzero(cells)
-        if not count:
+    def release_cells(self, dead: Sequence[DeadCells], account: Account) -> None:
+        """Account for dead cells of the account's extents. Extents without live cells retire, and
+        are freed unless pinned. The dead parts of others are freed when they are due, unless
+        pinned."""
+        if not dead:
             return
-        if count < len(cells):
-            has_extent = cells > 0
-            cells = cells[has_extent]
-            nbytes = nbytes[has_extent]
-        if len(cells) <= FEW and self._free_if_few(cells.tolist(), account):
+        cells = dead[0].extents if len(dead) == 1 else np.concatenate([each.extents for each in dead])
+        if len(cells) <= FEW and self._release_few(cells.tolist(), dead, account):
             return
         self.loosened.add(account.account_id)
-        extent_ids, counts = tally(cells)
-        index = as_slice(extent_ids)
-        cells_left = self.live[index] - counts
-        self.live[index] = cells_left
-        retired = extent_ids[cells_left == 0]
+        np.subtract.at(self.live, cells.astype(np.int64), _ONE)
+        left = self.live[cells]
+        self.states[cells[left == 0]] = RETIRING
+        self.live[0] = 0  # extent 0, which `left` has as negative, is none
+        retired = np.flatnonzero(self.states[: self.high] == RETIRING).astype(np.int32)
         self.states[retired] = RETIRED
-        account.live_bytes -= int(self.sizes[retired].sum())
+        account.live_bytes -= self.bytes_of(retired)
         unpinned = retired[self.pins[retired] == 0]
         if len(unpinned):
             self.free(unpinned)
-        partly = (cells_left > 0) & self.is_several[extent_ids]
-        if some(partly):
-            dead_sums = np.zeros(len(extent_ids), np.int64)
-            np.add.at(dead_sums, np.searchsorted(extent_ids, cells), nbytes)
-            for extent_id, dead_bytes in zip(extent_ids[partly].tolist(), dead_sums[partly].tolist(), strict=True):
-                several = self.several[extent_id]
-                several.live_bytes -= dead_bytes
-                if several.trim_is_due and not self.pins[extent_id]:
-                    self._trim(extent_id, several)
+        partly = np.flatnonzero(left > 0)
+        if len(partly):
+            by_extent = partly[np.argsort(cells[partly], kind="stable")]
+            starts = np.flatnonzero(np.diff(cells[by_extent])) + 1
+            self._release_parts(np.split(by_extent, starts), cells, dead, account)
 
-    def _free_if_few(self, cells: list[int], account: Account) -> bool:
-        """Free the extents of these dead cells without arrays, which take several times as long for
-        a few. Change nothing and return False if an extent has other live cells, is pinned or was
-        trimmed."""
-        counts: dict[int, int] = {}
-        for extent_id in cells:
-            counts[extent_id] = counts.get(extent_id, 0) + 1
-        for extent_id, count in counts.items():
-            if self.live.item(extent_id) != count or self.pins.item(extent_id):
+    def _release_few(self, cells: list[int], dead: Sequence[DeadCells], account: Account) -> bool:
+        """Release these dead cells without arrays, which take several times as long for a few.
+        Change nothing and return False if an extent is pinned."""
+        positions: dict[int, list[int]] = {}
+        for position, extent_id in enumerate(cells):
+            if extent_id:
+                positions.setdefault(extent_id, []).append(position)
+        extent_ids = []
+        for extent_id in sorted(positions):
+            if self.pins.item(extent_id):
                 return False
-            if self.is_several.item(extent_id) and self.several[extent_id].pieces is not None:
-                return False
-        extent_ids = sorted(counts)
+            if self.live.item(extent_id) == len(positions[extent_id]):
+                extent_ids.append(extent_id)
         if self.watched:
             self._note_if_watched(self.units[extent_ids])
-        ranges: list[tuple[int, int, int]] = []  # (unit, start, end)
         nbytes = 0
         for extent_id in extent_ids:
-            size = self.sizes.item(extent_id)
-            if size:
-                start = self.starts.item(extent_id)
-                ranges.append((self.units.item(extent_id), start, start + size))
-                nbytes += size
-            if self.is_several.item(extent_id):
-                del self.several[extent_id]
-                self.is_several[extent_id] = False
+            self._free_pieces(self.units.item(extent_id), self._pieces_of(extent_id))
+            nbytes += self.sizes.item(extent_id)
             self.states[extent_id] = FREE
             self.sizes[extent_id] = 0
             self.live[extent_id] = 0
+            self._drop_records([extent_id])
+            del positions[extent_id]
         account.live_bytes -= nbytes
         self._discharge(account.account_id, nbytes)
         self.spare.extend(extent_ids)
-        self.freed = True
-        ranges.sort()
-        while ranges:
-            unit, start, end = ranges.pop(0)
-            while ranges and ranges[0][:2] == (unit, end):  # they are adjacent
-                end = ranges.pop(0)[2]
-            self.all_units[unit].space.give(start, end - start)
+        self.freed |= bool(extent_ids)
+        for extent_id, cells_of_extent in positions.items():
+            self.live[extent_id] -= len(cells_of_extent)
+        if positions:
+            self._release_parts(positions.values(), cells, dead, account)
         return True
+
+    def _release_parts(
+        self,
+        parts: Iterable[list[int] | Int64s],
+        cells: list[int] | Int32s,
+        dead: Sequence[DeadCells],
+        account: Account,
+    ) -> None:
+        """Free what is due of extents that have other live cells. parts: for each extent, the
+        positions of its dead cells in `cells`."""
+        offsets = np.concatenate([each.offsets for each in dead])
+        nbytes = np.concatenate([np.multiply(each.lengths, each.unit_bytes, dtype=np.int64) for each in dead])
+        for positions in parts:
+            extent_id = int(cells[positions[0]])
+            several = self.several.get(extent_id)
+            due: Pieces = []
+            if several is None:
+                sizes = granules_up(nbytes[positions]).tolist()
+                due = [(start, size) for start, size in zip(offsets[positions].tolist(), sizes, strict=True) if size]
+            else:
+                several.live_bytes -= int(nbytes[positions].sum())
+            if due or (several is not None and several.trim_is_due):
+                if self.pins.item(extent_id):
+                    self.pinned_parts.setdefault(extent_id, []).extend(due)
+                else:
+                    self._free_due(extent_id, due, account)
 
     def adopt(self, extent_id: int, account: Account) -> None:
         """Assign an extent without owner to this account."""
@@ -288,19 +312,19 @@ class Extents:
         self.loosened.add(account.account_id)
         self.moved.add(account.account_id)  # but not 0: the unit uses as many bytes as before
 
-    def trim(self, extent_id: int) -> None:
-        """Free the parts of the extent without live cells, if live cells use less than half of it and it is not
-        pinned."""
+    def trim(self, extent_id: int, account: Account) -> None:
+        """Free the parts of the account's extent without live cells, if live cells use less than
+        half of it and it is not pinned."""
         several = self.several.get(extent_id)
         if several is not None and 2 * several.live_bytes < self.sizes[extent_id] and not self.pins[extent_id]:
-            self._trim(extent_id, several)
+            self._trim(extent_id, several, account)
 
     def pin(self, extent_ids: Int32s) -> None:
         """Add one pin to each of these extents (no repeats), which keeps their bytes in place."""
         self.pins[extent_ids] += 1
 
     def unpin(self, extent_ids: Int32s) -> None:
-        """Undo one `pin`. Extents without pins are freed if retired, and trimmed if due."""
+        """Undo one `pin`. Extents without pins are freed if retired, and parts of them if due."""
         pins_left = self.pins[extent_ids] - 1
         self.pins[extent_ids] = pins_left
         unpinned = extent_ids[pins_left == 0]
@@ -311,28 +335,21 @@ class Extents:
         retired = self.states[unpinned] == RETIRED
         if some(retired):
             self.free(unpinned[retired])
-        for extent_id in unpinned[~retired & self.is_several[unpinned]].tolist():
-            several = self.several[extent_id]
-            if several.trim_is_due:
-                self._trim(extent_id, several)
+        if self.pinned_parts:
+            for extent_id in sorted(self.pinned_parts.keys() & unpinned.tolist()):
+                account = self.accounts[self.owners.item(extent_id)]
+                self._free_due(extent_id, self.pinned_parts.pop(extent_id), account)
 
     def free(self, extent_ids: Int32s) -> None:
         """Remove these extents (no repeats) and free their bytes."""
         if self.watched:
             self._note_if_watched(self.units[extent_ids])
         self._discharge_owners(extent_ids)  # before the code below sets sizes to 0
-        with_record = self.is_several[extent_ids]
-        if np.count_nonzero(with_record):
-            for extent_id in extent_ids[with_record].tolist():
-                several = self.several.pop(extent_id)
-                if several.pieces is not None:
-                    self._free_pieces(int(self.units[extent_id]), several.pieces)
-                    self.sizes[extent_id] = 0  # freed here: the code below skips it
+        for extent_id in self.pieces.keys() & extent_ids.tolist():
+            self._free_pieces(int(self.units[extent_id]), self.pieces[extent_id])
+            self.sizes[extent_id] = 0  # freed here: the code below skips it
         held = extent_ids[self.sizes[extent_ids] > 0]
-        if len(held) == 1:
-            extent_id = int(held[0])
-            self._free_pieces(int(self.units[extent_id]), [(int(self.starts[extent_id]), int(self.sizes[extent_id]))])
-        elif len(held):
+        if len(held):
             self._free_merged(held)
         self._clear_entries(extent_ids)
 
@@ -342,21 +359,16 @@ class Extents:
         return np.flatnonzero(on_unit).astype(np.int32)
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """Return (unit, offset, nbytes) of all held ranges, for tests. A trimmed extent may have several ranges."""
+        """Return (unit, offset, nbytes) of all held ranges, for tests. A partly freed extent may
+        have several ranges."""
         ranges: list[tuple[int, int, int]] = []
         for extent_id in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
-            several = self.several.get(extent_id)
-            pieces = None if several is None else several.pieces
-            if pieces is None:
-                pieces = [(int(self.starts[extent_id]), int(self.sizes[extent_id]))]
-            ranges += [(int(self.units[extent_id]), start, size) for start, size in pieces]
+            ranges += [(int(self.units[extent_id]), start, size) for start, size in self._pieces_of(extent_id)]
         return ranges
 
     def drop_unit(self, unit: int) -> None:
         """Remove the extents of a dropped unit. No cell refers to them any longer; the unit's bytes are not freed."""
         extent_ids = self.of_unit(unit)
-        for extent_id in extent_ids[self.is_several[extent_ids]].tolist():
-            del self.several[extent_id]
         self.stirred = True  # has the calls evaluated that wait for a change on a unit
         self._discharge_owners(extent_ids)
         self._clear_entries(extent_ids)
@@ -373,11 +385,8 @@ class Extents:
         """Subtract the bytes of these extents from the accounts of their owners."""
         owners = self.owners[extent_ids]
         sizes = self.sizes[extent_ids]
-        if len(owners) and not np.count_nonzero(owners != owners[0]):  # as usual
-            self._discharge(int(owners[0]), int(sizes.sum()))
-        else:
-            for owner in np.unique(owners).tolist():
-                self._discharge(owner, int(sizes[owners == owner].sum()))
+        for owner in sorted(set(owners.tolist())):
+            self._discharge(owner, int(sizes[owners == owner].sum()))
 
     def _discharge(self, owner: int, nbytes: int) -> None:
         """Subtract bytes from the account with this id, if any, and remove the account if it is
@@ -397,9 +406,23 @@ class Extents:
         self.sizes[index] = 0
         self.live[index] = 0
         self.pins[index] = 0
-        self.is_several[index] = False
-        self.spare.extend(extent_ids.tolist())
+        ids = extent_ids.tolist()
+        self._drop_records(ids)
+        self.spare.extend(ids)
         self.freed = True
+
+    def _drop_records(self, extent_ids: list[int]) -> None:
+        """Remove the records of these extents, if they have any."""
+        records: dict[int, Several] | dict[int, Pieces]
+        for records in (self.several, self.pieces, self.pinned_parts):
+            if records:
+                for extent_id in records.keys() & extent_ids:
+                    del records[extent_id]
+
+    def _pieces_of(self, extent_id: int) -> Pieces:
+        """Return the parts that the extent holds."""
+        size = self.sizes.item(extent_id)
+        return self.pieces.get(extent_id) or ([(self.starts.item(extent_id), size)] if size else [])
 
     def _free_pieces(self, unit: int, pieces: Pieces) -> None:
         space = self.all_units[unit].space
@@ -420,31 +443,48 @@ class Extents:
         for unit, start, end in zip(units[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
             self.all_units[unit].space.give(start, end - start)
 
-    def _trim(self, extent_id: int, several: Several) -> None:
-        """Free the granules without live cells of an extent that is not pinned. Update its record and account."""
-        cells = several.cells
-        several.rows = several.rows[cells.extents[several.rows] == extent_id]  # those that still have a cell in it
+    def _free_due(self, extent_id: int, due: Pieces, account: Account) -> None:
+        """Free the dead parts of an extent that is not pinned: these, or with a record all that it
+        has."""
+        several = self.several.get(extent_id)
+        if several is not None:
+            self._trim(extent_id, several, account)
+        else:
+            left = _subtract_pieces(self._pieces_of(extent_id), sorted(due))
+            self._free_parts(extent_id, due, left, account)
+
+    def _trim(self, extent_id: int, several: Several, account: Account) -> None:
+        """Free the granules without live cells of an extent that is not pinned. Update its record."""
+        rows = several.rows
+        in_use = np.zeros(len(rows), np.bool_)
+        starts = []
+        ends = []
+        for column in several.columns:
+            has_cell = column.extents[rows] == extent_id
+            in_use |= has_cell
+            starts.append(column.offsets[rows[has_cell]])
+            ends.append(starts[-1] + column.bytes_of(rows[has_cell]))
+        several.rows = rows[in_use]
         several.whole_bytes = several.live_bytes
-        starts = cells.offsets[several.rows]
-        kept = _touched_granules(starts, starts + cells.bytes_of(several.rows))
-        held = several.pieces
-        if held is None:
-            held = [(int(self.starts[extent_id]), int(self.sizes[extent_id]))]
-        dead = _subtract_pieces(held, kept)
-        if not dead:
-            return
-        self._free_pieces(int(self.units[extent_id]), dead)
-        several.pieces = kept
+        kept = _touched_granules(np.concatenate(starts), np.concatenate(ends))
+        dead = _subtract_pieces(self._pieces_of(extent_id), kept)
+        if dead:
+            self._free_parts(extent_id, dead, kept, account)
+
+    def _free_parts(self, extent_id: int, dead: Pieces, left: Pieces, account: Account) -> None:
+        """Free these parts of an extent, which holds only what is `left`. Update its account."""
+        self._free_pieces(self.units.item(extent_id), dead)
+        self.pieces[extent_id] = left
         nbytes = sum(size for _, size in dead)
         self.sizes[extent_id] -= nbytes
-        several.account.live_bytes -= nbytes
-        self._discharge(several.account.account_id, nbytes)
+        account.live_bytes -= nbytes
+        self._discharge(account.account_id, nbytes)
         self.freed = True
 
     def _grow(self) -> None:
         """Enlarge all columns."""
         size = next_capacity(len(self.units), len(self.units) + 1)
-        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several"):
+        for name in ("units", "starts", "sizes", "live", "pins", "owners", "states"):
             setattr(self, name, grown(getattr(self, name), size))
 
 

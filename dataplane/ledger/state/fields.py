@@ -9,11 +9,10 @@ import numpy as np
 from dataplane.core.plain_numbers import joined_dtype
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.ledger.commands import Int32s, Int64s, UInt32s
-from dataplane.ledger.state.arrays import as_slice, every, grown, some, top
+from dataplane.ledger.state.arrays import every, grown, some, top
+from dataplane.ledger.state.extents import DeadCells
 
 INT32_MAX = (1 << 31) - 1
-_NO_EXTENTS: Int32s = np.zeros(0, np.int32)
-_NO_BYTES: Int64s = np.zeros(0, np.int64)
 
 
 class Field:
@@ -75,15 +74,13 @@ class Field:
 
     def write(
         self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s, checksums: UInt32s | None
-    ) -> tuple[Int32s, Int64s]:
-        """Set the locations of the cells of `rows` (no repeats). Return (extents, bytes) of their previous cells;
-        extent 0 means "no cell", and the array of bytes is empty if no row had a cell."""
+    ) -> DeadCells | None:
+        """Set the locations of the cells of `rows` (no repeats). Return their previous cells, if
+        any of the rows had one."""
         if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
             self.lengths = self.lengths.astype(np.int64)
-        old = self.extents[rows]
-        replaced = int(np.count_nonzero(old))
-        old_bytes = self.bytes_of(rows) if replaced else _NO_BYTES
-        self.live += len(rows) - replaced
+        replaced = self.cells_of(rows)
+        self.live += len(rows) - (replaced.cells if replaced is not None else 0)
         self.extents[rows] = extents
         self.offsets[rows] = offsets
         self.lengths[rows] = lengths
@@ -91,51 +88,57 @@ class Field:
             self.checksums = np.zeros(len(self.extents), np.uint32)
         if self.checksums is not None:
             self.checksums[rows] = 0 if checksums is None else checksums
-        return old, old_bytes
+        return replaced
+
+    def cells_of(self, rows: Int64s | slice) -> DeadCells | None:
+        """Return the present cells of the rows, for `Extents.release_cells`; None if no row has
+        one. With a slice, offsets and lengths are views."""
+        extents = self.extents[rows]
+        count = int(np.count_nonzero(extents))
+        if not count:
+            return None
+        return DeadCells(extents.copy(), self.offsets[rows], self.lengths[rows], self.unit_bytes, count)
 
     def lengths_of(self, rows: Int64s) -> Int64s:
         return self.lengths[rows].astype(np.int64)
 
     def bytes_of(self, rows: Int64s) -> Int64s:
-        """Return the size in bytes of each row's cell, 0 for a row without cell."""
+        """Return the size in bytes of each row's cell; any number for a row without cell."""
         return self.lengths_of(rows) * self.unit_bytes
 
 
-def erase(fields: Iterable[Field], rows: Int64s) -> tuple[Int32s, Int64s]:
-    """Remove the cells of `rows` (no repeats) in these fields. Return (extents, bytes) of the
-    removed cells; extent 0 means that there was no cell."""
-    extents = [_NO_EXTENTS]
-    nbytes = [_NO_BYTES]
-    index = as_slice(rows)
+def erase(fields: Iterable[Field], rows: Int64s | slice) -> list[DeadCells]:
+    """Remove the cells of `rows` (no repeats) in these fields. Return them as `Field.cells_of`
+    does."""
+    dead = []
     for field in fields:
-        old = field.extents[index]
-        removed = int(np.count_nonzero(old))
-        if removed:
-            extents.append(old.copy())  # `old` may be a view
-            nbytes.append(np.multiply(field.lengths[index], field.unit_bytes, dtype=np.int64))
-            field.extents[index] = 0
-            field.lengths[index] = 0
-            field.live -= removed
+        removed = field.cells_of(rows)
+        if removed is not None:
+            dead.append(removed)
+            field.extents[rows] = 0
+            field.live -= removed.cells
             if not field.live:
                 field.reset()
-    return np.concatenate(extents), np.concatenate(nbytes)
+    return dead
 
 
-def erase_row(fields: Iterable[Field], row: int) -> tuple[Int32s, Int64s]:
+def erase_row(fields: Iterable[Field], row: int) -> list[DeadCells]:
     """Remove the cells of one row as `erase` does, which takes several times as long for it."""
     extents = []
+    offsets = []
     nbytes = []
     for field in fields:
         extent = field.extents.item(row)
         if extent:
             extents.append(extent)
+            offsets.append(field.offsets.item(row))
             nbytes.append(field.lengths.item(row) * field.unit_bytes)
             field.extents[row] = 0
-            field.lengths[row] = 0
             field.live -= 1
             if not field.live:
                 field.reset()
-    return np.array(extents, np.int32), np.array(nbytes, np.int64)
+    count = len(extents)
+    return [DeadCells(np.array(extents, np.int32), np.array(offsets, np.int64), np.array(nbytes, np.int64), 1, count)]
 
 
 def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:

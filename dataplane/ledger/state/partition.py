@@ -11,9 +11,9 @@ import numpy as np
 from dataplane.core.schema import HIDDEN, columns_of, earlier_columns, field_of
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
-from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
-from dataplane.ledger.state.arrays import Bools, first_true, some
-from dataplane.ledger.state.extents import Extents
+from dataplane.ledger.commands import Int64s, Register, Samples, WhenFull
+from dataplane.ledger.state.arrays import Bools, as_slice, first_true, some
+from dataplane.ledger.state.extents import DeadCells, Extents
 from dataplane.ledger.state.fields import Field, erase, erase_row
 from dataplane.ledger.state.rows import Rows
 from dataplane.ledger.state.tags import Tags
@@ -209,16 +209,16 @@ class Partition:
             has_field |= field.extents[rows] > 0
         return has_field
 
-    def erase_other_columns(self, column: str, rows: Int64s) -> list[tuple[Int32s, Int64s]]:
-        """Erase the cells of the rows in the field's other columns, because `column` was written for them. Return the
-        (extents, bytes) of the erased cells."""
+    def erase_other_columns(self, column: str, rows: Int64s) -> list[DeadCells]:
+        """Erase and return the cells of the rows in the field's other columns, because `column` was
+        written for them."""
         name = field_of(column)
         others = [field for field in self.columns_of(name) if field is not self.fields[column]]
         if not others:
             return []
         dead = erase(others, rows)
         self._restore_kind(name)
-        return [dead] if len(dead[0]) else []
+        return dead
 
     def widen(self, name: str) -> Field:
         """Begin a new column for the field, whose next rows do not fit its kind, and return it. The present rows stay
@@ -319,10 +319,8 @@ class Partition:
     def resolve_living(self, samples: Samples) -> Int64s:
         """Return the rows of the existing samples without repeats, in the command's order."""
         rows = self.living(samples)[1]
-        if len(rows) < 2:
-            return rows
-        firsts = np.unique(rows, return_index=True)[1]
-        return rows if len(firsts) == len(rows) else rows[np.sort(firsts)]
+        distinct = dict.fromkeys(rows.tolist())
+        return rows if len(distinct) == len(rows) else np.array(list(distinct), np.int64)
 
     def targeted(self, rows: Int64s) -> Bools:
         """Return which of these live rows are named by active puts. Searches the shorter of the two lists."""
@@ -367,8 +365,8 @@ class Partition:
         if self.watches:
             self.notify_watches(rows)
         fields = self.fields.values()
-        dead = erase_row(fields, int(rows[0])) if len(rows) == 1 else erase(fields, rows)
-        self.extents.release_cells(*dead, self.account)
+        dead = erase_row(fields, int(rows[0])) if len(rows) == 1 else erase(fields, as_slice(rows))
+        self.extents.release_cells(dead, self.account)
         for field in self.fields.values():
             if not field.live:
                 self._remove_empty_columns()
@@ -387,14 +385,6 @@ class Partition:
         self.clear(self.rows.in_order())
         self.dropped = True
         self.extents.close_account(self.account)
-
-    def release_cells(self, dead: list[tuple[Int32s, Int64s]]) -> None:
-        """Account for dead cells: (extents, bytes) as returned by `Field.write` and `erase`."""
-        if len(dead) == 1:
-            self.extents.release_cells(*dead[0], self.account)
-        elif dead:
-            cells, nbytes = zip(*dead, strict=True)
-            self.extents.release_cells(np.concatenate(cells), np.concatenate(nbytes), self.account)
 
     def record_write(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
         """Record that the session with this id and name wrote to the partition, and to these of its fields."""
