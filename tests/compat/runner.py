@@ -117,14 +117,15 @@ def main(name: str, directory: Path, scripts: list[str]) -> None:
     side = Original(module) if name == ORIGINAL else Ours(module)
     for script in scripts:
         written = importlib.import_module(f"tests.compat.scripts.{script}")
-        _leave(directory, script, functools.partial(_run, side, written))
+        _leave(directory, script, functools.partial(run_script, side, written))
     if isinstance(side, Original):
         side.prepare(nemo_script)  # the driver attaches to what is there; ours starts a service
     _leave(directory, "nemo", lambda: nemo_script.run(importlib.import_module(side.nemo).build_data_plane_client))
     side.close()
 
 
-def _run(side: Ours | Original, script: Any) -> Any:
+def run_script(side: Ours | Original, script: Any) -> Any:
+    """Return what the script saw, once nothing of it is left."""
     saw = script.run(side.module, side.prepare(script))
     side.after()
     return saw

@@ -38,6 +38,8 @@ from dataplane.core.schema import VARIANTS
 from dataplane.errors import FieldNotProducedError, InvalidRequestError, SchemaError, UnsupportedValueError
 from dataplane.ledger import commands as c
 from tests.compat.conftest import SCRIPTS
+from tests.compat.runner import Ours, plain, run_script
+from tests.short_ways import short_commands, short_ways_off
 
 
 @pytest.mark.ray
@@ -49,6 +51,17 @@ def test_a_script_sees_the_same_of_both(script: str, both: tuple[dict[str, Any],
     assert "failed" not in original[script], original[script]["failed"]
     assert "failed" not in ours[script], ours[script]["failed"]
     assert ours[script] == original[script]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_sees_the_same_both_ways(script: str) -> None:
+    module = importlib.import_module(f"tests.compat.scripts.{script}")
+    with short_commands() as reached:
+        saw = plain(run_script(Ours(tq), module))
+    assert reached or script != "keys"  # which has puts and reads of one sample
+    with short_ways_off():
+        assert plain(run_script(Ours(tq), module)) == saw
 
 
 # --- Settings and modules of the adapter: what is there under which name, and what is done with what

@@ -4,6 +4,7 @@ contract runs with all of them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from dataplane import Server, connect, connect_async, serve
 from dataplane.client.client import DataPlaneClient
 from dataplane.client.unit_connections import UnitConnections
+from tests.short_ways import short_ways_off
 from tests.storage.engine_under_test import require_engine, use_at_once, why_not
 
 MIB = 1 << 20
@@ -58,13 +60,22 @@ def unit_transport() -> str:
     return "zmq" if why_not() else "mooncake"
 
 
-@pytest.fixture(params=["local", "remote", "local-async", "remote-async", "engine", "engine-async"])
-def connection_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a client reaches the arena: mapped, by ZMQ, by transfer engine."""
+KINDS = ["local", "remote", "local-async", "remote-async", "engine", "engine-async"]
+GENERAL = ["local-general", "local-general-async"]
+
+
+@pytest.fixture(params=[*KINDS, *GENERAL])
+def connection_kind(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[str]:
+    """How a client reaches the arena: mapped ("general": with the short ways switched off), by ZMQ,
+    by transfer engine."""
     if request.param.startswith("engine"):
         require_engine()
         use_at_once(monkeypatch)
-    return str(request.param)
+    with short_ways_off() if request.param in GENERAL else contextlib.nullcontext():
+        yield request.param
 
 
 def settings_of(connection_kind: str) -> dict[str, Any]:
