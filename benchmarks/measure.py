@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 MIN_REPETITIONS = 7
@@ -139,6 +139,40 @@ def seconds(call: Callable[[], object]) -> float:
     return taken
 
 
+class Cost(NamedTuple):
+    """The seconds of some work, and the processor seconds of this process, and of it and all of its
+    descendants."""
+
+    seconds: float
+    client: float
+    total: float
+
+
+def cost(call: Callable[[], object], times: int = 1) -> Cost:
+    """Return the cost of `call` divided by `times`. Its result is dropped afterwards."""
+    others = _descendants(os.getpid())
+    before = sum(map(cpu_seconds, others))
+    client = time.process_time()
+    taken = seconds(call)
+    client = time.process_time() - client
+    total = client + sum(map(cpu_seconds, others)) - before
+    return Cost(taken / times, client / times, total / times)
+
+
+def median_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the median of each component."""
+    return Cost(*[percentile(values, 0.5) for values in zip(*costs, strict=True)])
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(FileNotFoundError):  # the process ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text(encoding="utf-8").split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
 def anonymous_bytes(pid: int) -> int:
     """Return the private memory of a process, without files and shared memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
@@ -150,9 +184,10 @@ def anonymous_bytes(pid: int) -> int:
 def cpu_seconds(pid: int) -> float:
     """Return the processor time that the current threads of a process have used."""
     taken_ns = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
-            taken_ns += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
+    with suppress(FileNotFoundError):  # the process ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+                taken_ns += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
     return taken_ns / 1e9
 
 

@@ -74,27 +74,48 @@ STEP = "GRPO step"
 VIEWS, LARGE_VIEWS = "19 MB as views", "large dense as views"
 LARGE_PUT, LARGE_READ = "put large dense", "read large dense"
 EVICTION, CLAIMS = "put beside a put that waits for eviction", "put beside 16 claims that wait"
+UNSATISFIED = "put beside claims of one task that wait"
 TQ = "TransferQueue"
-COROUTINES = "64 coroutines, puts of one rollout"
+COROUTINES = "native: 64 coroutines, one rollout"
 MANY = r"\d+,\d+"
 BESIDE = {
     "put of 512 rows": 8,
     "read of 512 rows": 8,
-    "8 slices": 8,
+    "8 slices": 10,
     "kv_clear of 512 keys": 8,
-    "put of one key": 4,
-    "read of one key": 4,
-    "tags of one key": 4,
-    "tags of 512 keys": 4,
-    "kv_list of 512 keys": 4,
-    f"kv_list of {MANY} keys": 4,
+    "kv_clear of 512 keys x 28 fields": 8,
+    "put of one key": 8,
+    "read of one key": 8,
+    "tags of one key": 6,
+    "tags of 512 keys": 6,
+    "kv_list of 512 keys": 5,
+    f"kv_list of {MANY} keys": 5,
     "64 in flight": 8,
+    "64 in flight, 20 small columns": 6,
 }
 """Minimum speed of the adapter relative to the package, by operation (`probes/adapter.py`)."""
+NATIVE = {
+    "put of one sample": 10,
+    "get of one sample": 8,
+    "64 coroutines, one rollout": 15,
+    "64 coroutines, 20 small columns": 10,
+    "clear of 512 samples x 28 fields": 15,
+}
+"""The same of the native clients (`probes/native.py`)."""
 
 
-def _beside(work: str, results: Results) -> Sequence[float]:
-    return results.matching(f"adapter : TransferQueue, {work}")[0]
+def _beside(kind: str, work: str, results: Results) -> Sequence[float]:
+    return results.matching(f"{kind} : TransferQueue, {work}")[0]
+
+
+def _of_service(results: Results, work: str) -> Sequence[float]:
+    client = results.figures[f"{work}, CPU of the client"]
+    total = results.figures[f"{work}, CPU of all"]
+    return [every - own for every, own in zip(total, client, strict=True)]
+
+
+def _client_of_get_batch(rows: int, results: Results) -> Sequence[float]:
+    return results.figures[f"native: get_batch of {rows} rows, CPU of the client"]
 
 
 TARGETS: tuple[Target, ...] = (
@@ -122,7 +143,6 @@ TARGETS: tuple[Target, ...] = (
         "GRPO step with the journal: x the time without", 1.1, lambda r: r.speed(STEP, "local", "journal"), most=True
     ),
     Target("single-sample put: x TransferQueue", 10, lambda r: r.speed("single-sample put", "local", TQ)),
-    Target("puts of 64 coroutines: x TransferQueue", 10, lambda r: r.figures[f"{COROUTINES} : TransferQueue"]),
     Target(
         "put of 64 coroutines, CPU of the client, ms",
         0.25,
@@ -132,11 +152,17 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "put of 64 coroutines, CPU of the service, ms",
         0.05,
-        lambda r: r.figures[f"{COROUTINES}, CPU of the service"],
+        lambda r: _of_service(r, COROUTINES),
         most=True,
     ),
     Target("single-sample puts of 64 clients, /s", 1500, lambda r: r.figures["single-sample puts, 64 clients"]),
     Target("commit -> claim returns, p50 ms", 1, lambda r: r.figures["commit -> claim returns, p50"], most=True),
+    Target(
+        "put of one row -> claim returns, p50 ms",
+        1,
+        lambda r: r.figures["put of one row -> claim returns, p50"],
+        most=True,
+    ),
     Target("commit -> claim returns, p99 ms", 5, lambda r: r.figures["commit -> claim returns, p99"], most=True),
     Target(
         "512 rows by meta, most samples : 10^3",
@@ -163,12 +189,32 @@ TARGETS: tuple[Target, ...] = (
         most=True,
     ),
     Target(
+        "put beside 8,000 claims of one task that wait, 8,000 : 0",
+        1.2,
+        lambda r: r.growth(f"{UNSATISFIED} at 0", f"{UNSATISFIED} at 8,000"),
+        most=True,
+    ),
+    Target(
         "controller MB per 10^6 samples x 10 fields",
         500,
         lambda r: _per_million(r),
         most=True,
     ),
-    Target("commands of one row per CPU second", 5000, lambda r: r.matching(r"commands of \w+, 1 row")[0]),
+    Target(
+        "commands of one row per CPU second",
+        8000,
+        lambda r: r.matching(r"commands of \w+, 1 row")[0],
+    ),
+    Target(
+        "the same, pipelined",
+        15_000,
+        lambda r: r.figures["commands of put, 1 row, pipelined"],
+    ),
+    Target(
+        "the same, in groups",
+        40_000,
+        lambda r: r.figures["commands of put, 1 row, in groups"],
+    ),
     Target("commands of 512 rows per CPU second", 1000, lambda r: r.matching(r"commands of \w+, 512 rows")[0]),
     Target("19 MB as views, ms", 1, lambda r: _views_ms(r), most=True),
     Target("large dense as views : 19 MB as views", 1.2, lambda r: r.slower(VIEWS, LARGE_VIEWS, "views"), most=True),
@@ -207,8 +253,22 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target("peak of a read, x payload", 1.1, lambda r: r.figures["peak of a read"], most=True),
     *(
-        Target(f"adapter, {work.replace(MANY, 'many')}: x TransferQueue", needed, partial(_beside, work))
-        for work, needed in BESIDE.items()
+        Target(
+            f"get_batch of {rows} rows, CPU of the client, ms",
+            needed,
+            partial(_client_of_get_batch, rows),
+            most=True,
+        )
+        for rows, needed in ((64, 0.35), (512, 2.5))
+    ),
+    *(
+        Target(
+            f"{kind}, {work.replace(MANY, 'many')}: x TransferQueue",
+            needed,
+            partial(_beside, kind, work),
+        )
+        for kind, works in (("adapter", BESIDE), ("native", NATIVE))
+        for work, needed in works.items()
     ),
     Target(
         "tokens of the heaviest rank, x mean, any algorithm",

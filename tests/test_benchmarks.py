@@ -32,7 +32,7 @@ from benchmarks.runner import ENTRIES
 from benchmarks.systems.base import Span
 from benchmarks.systems.ceiling import Ceiling
 from benchmarks.systems.round_trip import REFERENCE_S, at_reference
-from benchmarks.targets import BESIDE, COROUTINES, MANY, TARGETS, Results, Target, judge
+from benchmarks.targets import BESIDE, COROUTINES, MANY, NATIVE, TARGETS, Results, Target, judge
 from tests.children import Child
 
 pytestmark = pytest.mark.integration
@@ -183,13 +183,16 @@ def _cases(quick: bool) -> list[Case]:
 def _figures() -> list[Figure]:
     """One of each name that a budget asks for."""
     names = [
-        *(f"{COROUTINES}{figure}" for figure in (" : TransferQueue", ", CPU of the client", ", CPU of the service")),
+        *(f"{COROUTINES}, CPU of {whose}" for whose in ("the client", "all")),
+        *(f"native: get_batch of {rows} rows, CPU of the client" for rows in (64, 512)),
+        *(f"native : TransferQueue, {work}" for work in NATIVE),
         "single-sample puts, 64 clients",
         "commit -> claim returns, p50",
         "commit -> claim returns, p99",
+        "put of one row -> claim returns, p50",
         *(f"read 512 rows by {how} at {live}" for how in ("meta", "ids") for live in ("1,000", "100,000")),
         "controller memory, 100,000 samples x 10 fields",
-        "commands of put, 1 row",
+        *(f"commands of put, 1 row{how}" for how in ("", ", pipelined", ", in groups")),
         "commands of put, 512 rows",
         "leader broadcast, bytes",
         "leader broadcast, payload collectives",
@@ -198,6 +201,7 @@ def _figures() -> list[Figure]:
         "channel : ray.util.queue.Queue, 4 MB items",
         *(f"put beside a put that waits for eviction at {live}" for live in ("1,000", "200,000")),
         *(f"put beside 16 claims that wait at {live}" for live in ("100", "20,000")),
+        *(f"put beside claims of one task that wait at {count}" for count in ("0", "8,000")),
         "put 512 rows at 100,000",
         "put 512 rows at 100,000, every second cleared",
         "peak of a put beyond the caller's payload",

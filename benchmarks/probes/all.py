@@ -12,11 +12,11 @@ from benchmarks.probes import (
     checksums,
     claims,
     controller,
-    coroutines,
     crowd,
     live,
     memory,
     messages,
+    native,
     packing,
     ranks,
     sessions,
@@ -26,7 +26,7 @@ from benchmarks.probes.base import Figure
 
 PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "adapter beside TransferQueue": adapter.beside_the_original,
-    "puts of concurrent coroutines": coroutines.puts_in_flight,
+    "native beside TransferQueue": native.beside_the_original,
     "single-sample puts of many clients": crowd.small_puts,
     "crowd of sessions": sessions.crowd,
     "commands of many ranks": ranks.steps,

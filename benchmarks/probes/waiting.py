@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +15,13 @@ import torch
 from benchmarks.measure import MIN_REPETITIONS, alternating, seconds, steady
 from benchmarks.probes.base import PARTITION, Figure, service
 from dataplane import DataPlaneClient, DataPlaneError, connect
+from dataplane.client.async_client import AsyncDataPlaneClient
 
 CHUNK = 10_000
 ROW_BYTES = 8
 CLAIMS = 16
+CLAIMS_EACH = 2_000
+"""Waiting claims of one session, whose number of pending calls is limited."""
 WARM_UP = 2
 TURN_S = 0.03
 WAIT_S = 600.0
@@ -38,6 +42,7 @@ def beside(*, quick: bool) -> list[Figure]:
     kinds: tuple[tuple[str, Callable[[DataPlaneClient, DataPlaneClient, int], Waited], tuple[int, ...]], ...] = (
         ("put beside a put that waits for eviction", _full, (1_000, 20_000 if quick else 200_000)),
         (f"put beside {CLAIMS} claims that wait", _stale, (100, 20_000)),
+        ("put beside claims of one task that wait", _unsatisfied, (0, 8_000)),
     )
     figures = []
     for name, prepare, sizes in kinds:
@@ -96,6 +101,21 @@ def _stale(client: DataPlaneClient, waiting: DataPlaneClient, size: int) -> Wait
     return Waited(client=client, partition="stale")
 
 
+def _unsatisfied(client: DataPlaneClient, waiting: DataPlaneClient, size: int) -> Waited:
+    """Let many claims of one task wait for a field that the puts do not have."""
+    client.register_partition("unsatisfied", ["x", "y"], None, ["task"])
+
+    async def claim(count: int) -> None:
+        async with AsyncDataPlaneClient(waiting.config) as claiming:
+            one = partial(claiming.claim_meta, "unsatisfied", "task", ["y"], 1, timeout_s=WAIT_S)
+            await asyncio.gather(*[one() for _ in range(count)], return_exceptions=True)
+
+    for first in range(0, size, CLAIMS_EACH):
+        count = min(CLAIMS_EACH, size - first)
+        _wait(client, asyncio.run, claim(count), calls=count)
+    return Waited(client=client, partition="unsatisfied")
+
+
 def _fill(client: DataPlaneClient, partition: str, size: int) -> None:
     for first in range(0, size, CHUNK):
         rows = range(first, min(first + CHUNK, size))
@@ -104,15 +124,22 @@ def _fill(client: DataPlaneClient, partition: str, size: int) -> None:
         client.put_samples(ids, partition, {"x": torch.zeros(len(rows), dtype=torch.int64)}, tags=tags)
 
 
-def _wait(client: DataPlaneClient, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Begin a call that ends when its client closes. Return once the service has received it."""
+def _wait(
+    client: DataPlaneClient,
+    call: Callable[..., Any],
+    *arguments: Any,
+    calls: int = 1,
+    **options: Any,
+) -> None:
+    """Begin a call that ends when its client or the service closes. Return once the service has
+    received the `calls` that it makes."""
 
     def run() -> None:
         with contextlib.suppress(DataPlaneError):
             call(*arguments, **options)
 
-    before = len(client.waits().waits)
+    before = client.waits().total
     threading.Thread(target=run, daemon=True).start()
     pause = threading.Event()
-    while len(client.waits().waits) == before:
+    while client.waits().total < before + calls:
         pause.wait(0.01)

@@ -42,6 +42,11 @@ class DataPlane:
         return {"capacity_bytes": CAPACITY_BYTES, "state_dir": self._state.name}
 
     @property
+    def address(self) -> str:
+        assert self._service is not None
+        return self._service.address
+
+    @property
     def client(self) -> DataPlaneClient:
         assert self._client is not None
         return self._client
