@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -70,11 +71,18 @@ class Performer:
 
 
 class _BackgroundClient:
-    """A background thread with an event loop that runs an async client."""
+    """A background thread with an event loop that runs an async client. Calls that are submitted
+    before the loop gets to them share a wake-up, and so do results for the same loop."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._client = AsyncDataPlaneClient(config)
         self._loop = asyncio.new_event_loop()
+        # Calls to start, and whether the loop is about to start them. Callers set `_starting` after
+        # they have added their call, and the loop clears it before it takes the calls.
+        self._submitted: deque[_Call] = deque()
+        self._starting = False
+        # Calls that have ended and whose callers do not know yet. Only for the loop's thread.
+        self._ended: list[_Call] = []
         self._thread = threading.Thread(
             target=self._loop.run_forever,
             name="tq-compat-loop",
@@ -91,14 +99,39 @@ class _BackgroundClient:
         """Perform the operation on the background loop, and await its result in the caller's loop.
         If the caller is cancelled, so is the operation."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        call = _Call(functools.partial(self._client.perform, operation, *args, **kwargs), outcome)
-        self._loop.call_soon_threadsafe(call.start)
+        work = functools.partial(self._client.perform, operation, *args, **kwargs)
+        call = _Call(work, outcome, self._end)
+        self._submitted.append(call)
+        if not self._starting:
+            self._starting = True
+            self._loop.call_soon_threadsafe(self._start)
         try:
             return await outcome
         except asyncio.CancelledError:
             with contextlib.suppress(RuntimeError):  # the background loop is closed
                 self._loop.call_soon_threadsafe(call.cancel)
             raise
+
+    def _start(self) -> None:
+        """Start the submitted calls."""
+        self._starting = False
+        while self._submitted:
+            self._submitted.popleft().start(self._loop)
+
+    def _end(self, call: _Call) -> None:
+        """Pass the result of a call to its caller, together with those that end now."""
+        self._ended.append(call)
+        if len(self._ended) == 1:
+            self._loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        calls_by_loop: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+        for call in self._ended:
+            calls_by_loop.setdefault(call.outcome.get_loop(), []).append(call)
+        self._ended.clear()
+        for loop, calls in calls_by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                loop.call_soon_threadsafe(_complete, calls)
 
     def close(self) -> None:
         """Close the client, then stop the loop and the thread. Can be repeated. TimeoutError if the
@@ -115,55 +148,52 @@ class _BackgroundClient:
 
 
 class _Call:
-    """A call of the background loop. Its methods run in that loop.
-
-    _work: begins the call. _outcome: a future of the caller's loop."""
+    """A call of the background loop. Its methods run in that loop, `complete` in the caller's."""
 
     def __init__(
         self,
         work: Callable[[], Coroutine[Any, Any, Any]],
         outcome: asyncio.Future[Any],
+        end: Callable[[_Call], None],
     ) -> None:
         self._work = work
-        self._outcome = outcome
-        self._task: asyncio.Task[None] | None = None
+        # A future of the caller's loop.
+        self.outcome = outcome
+        self._end = end
+        self._task: asyncio.Task[Any] | None = None
 
-    def start(self) -> None:
-        if not self._outcome.cancelled():
-            self._task = asyncio.get_running_loop().create_task(self._run())
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self.outcome.cancelled():
+            self._task = loop.create_task(self._work())
+            self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self) -> None:
-        """Execute the call, and complete the caller's future in its loop."""
-        outcome = self._outcome
-        try:
-            result = await self._work()
-        except asyncio.CancelledError:
-            _deliver(outcome, outcome.cancel)
-            raise
-        except BaseException as error:
-            _deliver(outcome, outcome.set_exception, error)
-            if not isinstance(error, Exception):
-                raise
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # else asyncio logs it if the caller is gone
+        self._end(self)
+
+    def complete(self) -> None:
+        """Complete the caller's future, unless the caller was cancelled."""
+        task = self._task
+        self._task = None  # an error refers to the caller's frame, which refers to this object
+        if task is None or self.outcome.done():
+            return
+        if task.cancelled():
+            self.outcome.cancel()
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
         else:
-            _deliver(outcome, outcome.set_result, result)
-        finally:
-            del outcome
-            del self  # an error refers to this frame
+            self.outcome.set_result(task.result())
 
 
-def _deliver(outcome: asyncio.Future[Any], complete: Callable[..., object], *args: Any) -> None:
-    """Complete the future in its loop, unless its caller was cancelled or its loop is closed."""
-
-    def unless_done() -> None:
-        if not outcome.done():
-            complete(*args)
-
-    with contextlib.suppress(RuntimeError):
-        outcome.get_loop().call_soon_threadsafe(unless_done)
+def _complete(calls: list[_Call]) -> None:
+    """Complete the futures of these calls, in their callers' loop."""
+    for call in calls:
+        call.complete()
 
 
 def _storage_key_error(error: NotFoundError) -> StorageKeyNotFoundError:
