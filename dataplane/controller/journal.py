@@ -36,7 +36,7 @@ from dataplane.errors import StateDirError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 10
+FORMAT = 11
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32

@@ -11,7 +11,7 @@ import msgspec
 
 from dataplane.core.plain_numbers import fits
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 INT64_MIN = -(1 << 63)
 INT64_MAX = (1 << 63) - 1
 GRANULE_BYTES = 64

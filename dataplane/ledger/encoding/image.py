@@ -39,7 +39,7 @@ from dataplane.ledger.state import (
     watches,
 )
 
-FORMAT = 12
+FORMAT = 13
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _INT_BITS = 63
 
