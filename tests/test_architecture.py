@@ -87,6 +87,7 @@ class Service:
         ids = [f"{self._puts}-{number}" for number in range(count)]
         fields = {"x": [torch.arange(tokens + number) for number in range(count)], "reward": torch.zeros(count)}
         client, controller = self._client, self._controller
+        client.stats()  # confirms the read of the walk before, so that the put does not
         _, put = entered(controller, lambda: client.put_samples(ids, "train", fields))
         meta, claim = entered(controller, lambda: client.claim_meta("train", "policy", ["x"], batch_size=count))
         assert meta.sample_ids == ids
