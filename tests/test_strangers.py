@@ -29,7 +29,7 @@ from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from dataplane import AuthenticationError, connect, serve
-from dataplane.controller import grpc_public, grpc_server, health
+from dataplane.controller import grpc_public, grpc_server
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
 from dataplane.errors import SessionExpiredError, to_wire
@@ -190,7 +190,7 @@ def put_and_get(client: Any) -> None:
     client.clear_samples(None, "p")
 
 
-METHODS = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", server_keys.METHOD, "/tq.v1.Control/PutTags"]
+METHODS = ["/grpc.health.v1.Health/Check", server_keys.METHOD, "/tq.v1.Control/PutTags"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -232,29 +232,6 @@ def send_endless_calls(peer: socket.socket, address: str, method: str, *, calls:
 
 
 # --- places
-
-
-def test_watchers_of_health_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
-    with Controller(replace(CONFIG, token=TOKEN)) as controller, grpc.insecure_channel(controller.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(grpc_public.WATCHES_PER_PEER)]
-        for watch in watches:
-            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError, match="too many health watchers") as refused:
-            next(stub.Watch(health_pb2.HealthCheckRequest()))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
-        watches[0].cancel()
-
-        def again() -> bool:
-            try:
-                watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
-                return bool(next(watches[-1]).status)
-            except grpc.RpcError:
-                return False
-
-        wait_until(again, "a place for another")
 
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", server_keys.METHOD])

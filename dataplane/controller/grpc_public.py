@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
-from dataplane.controller.grpc_standard import HEALTH, message_class
 from dataplane.controller.requests import Facts
 from dataplane.core.addresses import split_address
 from dataplane.core.types import PROTOCOL_VERSION
@@ -25,7 +23,6 @@ from dataplane.errors import (
     InvalidRequestError,
     LimitError,
     ProtocolVersionError,
-    ServiceUnavailableError,
     to_wire,
 )
 from dataplane.protocol.grpc_status import to_status
@@ -35,12 +32,10 @@ from dataplane.protocol.server_keys import NONCE_KEY, VERSION_KEY
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-WATCHES = 256
-WATCHES_PER_PEER = 16
-"""Maximum numbers of concurrent health watchers, in total and per address: each holds a call of the server open."""
-LOOK_S = 2.0
-"""Interval in seconds at which a watcher is sent changes of the health status."""
-_STATUS: Any = message_class(HEALTH, "HealthCheckResponse")
+HEALTH = "grpc.health.v1.Health"
+HEALTHY = b"\x08\x01"
+UNHEALTHY = b"\x08\x02"
+"""The messages `HealthCheckResponse` with the status SERVING and NOT_SERVING."""
 CALLS = 2048
 CALLS_PER_PEER = 512
 """Maximum numbers of concurrent calls without a token, in total and per address: a small part of the server's calls."""
@@ -51,10 +46,10 @@ def is_public(method: str, keys: str) -> bool:
     return method == keys or method.startswith(f"/{HEALTH}/")
 
 
-def unread(behavior: Callable[[Any, Context], AsyncIterator[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler for any kind of call that does not read the body. gRPC reads the body when the handler iterates
-    over the requests, so `behavior` must not do that."""
-    return grpc.stream_stream_rpc_method_handler(behavior, response_serializer=lambda reply: reply.SerializeToString())
+def unread(behavior: Callable[[Any, Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler for any kind of call that does not read the body. `behavior` yields the encoded reply. gRPC
+    reads the body when the handler iterates over the requests, so `behavior` must not do that."""
+    return grpc.stream_stream_rpc_method_handler(behavior)
 
 
 class PublicCalls:
@@ -68,7 +63,7 @@ class PublicCalls:
         """Wrap `handler`, created by `unread`, so that its calls are counted and those beyond the limits fail with
         LimitError."""
 
-        async def answer(requests: Any, context: Context) -> AsyncIterator[Message]:
+        async def answer(requests: Any, context: Context) -> AsyncIterator[bytes]:
             await self._enter(context)
             behavior: Any = handler.stream_stream
             async with contextlib.aclosing(behavior(requests, context)) as replies:
@@ -99,20 +94,20 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
     """Return the handler of GetKeys, which proves the identity of the service. Errors are part of the reply (see
     `http2`)."""
 
-    async def keys(requests: Any, context: Context) -> AsyncIterator[Message]:
+    async def keys(requests: Any, context: Context) -> AsyncIterator[bytes]:
         try:
-            yield _keys_reply(facts, context)
+            _check_version(context)
+            reply = _keys_reply(facts, context)
         except DataPlaneError as error:
             name, error_facts = to_wire(error)
-            yield pb.Keys(error=pb.Error(name=name, facts=error_facts))
+            reply = pb.Keys(error=pb.Error(name=name, facts=error_facts))
+        yield reply.SerializeToString()
 
     return unread(keys)
 
 
 def _keys_reply(facts: Facts, context: Context) -> pb.Keys:
-    """Return the reply to GetKeys. Raises `ProtocolVersionError` or `InvalidRequestError` for
-    unsuitable headers of the call."""
-    check_version(context)
+    """Return the reply to GetKeys. Raises `InvalidRequestError` for a nonce of another size."""
     try:
         nonce = bytes.fromhex(_header(context, NONCE_KEY, ""))
     except ValueError:  # not hex; rejected below
@@ -134,7 +129,7 @@ def _header(context: Context, name: str, default: str) -> str:
     return headers.get(name, default)
 
 
-def check_version(context: Context) -> None:
+def _check_version(context: Context) -> None:
     """Raise `ProtocolVersionError` if the call has a header of another protocol version."""
     version = _header(context, VERSION_KEY, "1")  # a caller without the header counts as version 1
     theirs = int(version) if version.isdecimal() else 0  # no service has version 0
@@ -143,53 +138,23 @@ def check_version(context: Context) -> None:
 
 
 class Health:
-    """The standard health service. It reports on the whole process for any service name. `why_not` returns why the
-    service is unhealthy, or "", and may block for some seconds. `ended` is set when the server closes."""
+    """The method `Check` of the standard health service. It reports on the whole process for any service name.
+    `why_not` returns why the service is unhealthy, or "", and may block for some seconds."""
 
-    def __init__(self, address: str, why_not: Callable[[], str], ended: asyncio.Event) -> None:
-        self._address = address
+    def __init__(self, why_not: Callable[[], str]) -> None:
         self._why_not = why_not
-        self._ended = ended
         self._running_check: asyncio.Future[str] | None = None  # or the last check, which has ended
-        self._watchers: Counter[str] = Counter()  # calls of Watch, by the address of the peer
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
-        methods = {"Check": unread(self._check), "Watch": unread(self._watch)}
-        return grpc.method_handlers_generic_handler(HEALTH, methods)
+        return grpc.method_handlers_generic_handler(HEALTH, {"Check": unread(self._check)})
 
-    async def _check(self, requests: Any, context: Context) -> AsyncIterator[Message]:
-        yield await self._status()
-
-    async def _status(self) -> Message:
+    async def _check(self, requests: Any, context: Context) -> AsyncIterator[bytes]:
         """Check the health. Concurrent callers share one check, so unauthenticated peers cannot start many threads."""
         if self._running_check is None or self._running_check.done():
             self._running_check = asyncio.ensure_future(asyncio.to_thread(self._why_not))
         why = await asyncio.shield(self._running_check)  # a cancelled caller does not cancel the check of others
-        status: Message = _STATUS(status=_STATUS.NOT_SERVING if why else _STATUS.SERVING)
-        return status
-
-    async def _watch(self, requests: Any, context: Context) -> AsyncIterator[Message]:
-        """Send the health status whenever it changes, until the server closes."""
-        peer = context.peer().rpartition(":")[0]
-        if self._watchers[peer] >= WATCHES_PER_PEER or self._watchers.total() >= WATCHES:
-            from_peer = f"{self._watchers[peer]} at {peer} (limit {WATCHES_PER_PEER})"
-            why = f"too many health watchers: {from_peer}, {self._watchers.total()} in total (limit {WATCHES})"
-            await abort(context, ServiceUnavailableError(address=self._address, why=why))
-        self._watchers[peer] += 1
-        try:
-            last = None  # the status that was sent last
-            while not self._ended.is_set():
-                status = await self._status()
-                if status != last:
-                    yield status
-                    last = status
-                with contextlib.suppress(TimeoutError):  # wait until the next check is due or the server closes
-                    await asyncio.wait_for(self._ended.wait(), LOOK_S)
-        finally:
-            self._watchers[peer] -= 1
-            if not self._watchers[peer]:
-                del self._watchers[peer]
+        yield UNHEALTHY if why else HEALTHY
 
 
 async def abort(context: Context, error: DataPlaneError) -> None:

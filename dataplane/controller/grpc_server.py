@@ -1,4 +1,4 @@
-"""The gRPC server: all commands for clients in any language, health and reflection.
+"""The gRPC server: all commands for clients in any language, and health.
 
 It runs in one thread with its own event loop. A pending command is a future in that loop and does not block a thread.
 """
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -20,8 +19,6 @@ from google.protobuf.message import DecodeError, Message
 from dataplane.config import TlsFiles
 from dataplane.controller.event_loop import LedgerThread
 from dataplane.controller.grpc_public import Health, PublicCalls, abort, is_public, keys_handler, unread
-from dataplane.controller.grpc_reflection import Reflection
-from dataplane.controller.grpc_standard import CONTROL, REFLECTIONS
 from dataplane.controller.requests import Facts, heartbeat_message, message_of
 from dataplane.controller.tls_handshakes import Handshakes
 from dataplane.core.limited_log import LimitedLog, OneLine
@@ -45,13 +42,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
+CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
 GET_KEYS = f"/{CONTROL}/GetKeys"
 START_S = 30.0  # timeout of the start of the thread, and of `bind` and `serve`
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
 """Time in seconds that pending calls may take once the server closes."""
 MAX_CALLS = 16384
-"""Maximum number of concurrent calls, including streams. Further calls fail with RESOURCE_EXHAUSTED."""
+"""Maximum number of concurrent calls. Further calls fail with RESOURCE_EXHAUSTED."""
 CONNECTIONS = 8192
 """Maximum number of concurrent connections of clients in other languages and unauthenticated peers. Further connections
 are closed. Clients and storage units of this package have one only while they open a session or register."""
@@ -148,12 +146,11 @@ class GrpcServer:
 
     def serve(self, ledger_thread: LedgerThread, facts: Facts, why_not: Callable[[], str]) -> None:
         """Start to accept calls. why_not: see `Health`."""
-        self._run(self._serve(_Service(ledger_thread, facts, self._loop), Health(facts.address, why_not, self._ended)))
+        self._run(self._serve(_Service(ledger_thread, facts, self._loop), Health(why_not)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
         """Register the handlers and start to accept calls."""
-        reflection = map(_reflection_handler, REFLECTIONS)
-        self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *reflection))
+        self._server.add_generic_rpc_handlers((service.handler(), health.handler()))
         await self._server.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -189,27 +186,23 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
-def _rejection(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
+def _rejection(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[bytes]]:
     """Return the behavior of a handler that ends the call with `error`."""
 
-    async def refuse(requests: Any, context: Context) -> AsyncIterator[Message]:
+    async def refuse(requests: Any, context: Context) -> AsyncIterator[bytes]:
         await abort(context, error)
-        yield pb.Done()  # not reached; makes this a stream handler, which fits any kind of call
+        yield b""  # not reached; makes this a stream handler, which fits any kind of call
 
     return refuse
 
 
 class _Service:
-    """The methods of the service: those of `control.proto`.
-
-    `_heartbeat_streams`: the number of KeepSession streams of each session.
-    """
+    """The methods of the service: those of `control.proto`."""
 
     def __init__(self, ledger_thread: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
         self._ledger_thread = ledger_thread
         self._facts = facts
         self._loop = loop
-        self._heartbeat_streams: Counter[int] = Counter()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
@@ -219,7 +212,6 @@ class _Service:
         }
         methods["Heartbeat"] = _unary_handler(self._heartbeat, pb.HeartbeatRequest)
         methods["GetKeys"] = keys_handler(self._facts)
-        methods["KeepSession"] = _stream_handler(self._keep_session, pb.HeartbeatRequest)
         return grpc.method_handlers_generic_handler(CONTROL, methods)
 
     async def _answer(self, request: Message, context: Context) -> Message:
@@ -249,29 +241,6 @@ class _Service:
         self._ledger_thread.submit(codec.from_pb(request))
         return heartbeat_message(self._facts, self._ledger_thread.min_heartbeat_s)
 
-    async def _keep_session(
-        self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
-    ) -> AsyncIterator[Message]:
-        """Forward the heartbeats of one session; report it as silent when its last stream ends."""
-        session = None
-        try:
-            async for request in requests:
-                beat = codec.from_pb(request)
-                if session is None:  # the first heartbeat; only this one gets a reply
-                    session = request.session
-                    self._heartbeat_streams[session] += 1
-                    yield heartbeat_message(self._facts, self._ledger_thread.min_heartbeat_s)
-                elif request.session != session:
-                    await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
-                self._ledger_thread.submit(beat)
-        finally:
-            if session is not None:
-                self._heartbeat_streams[session] -= 1
-                if not self._heartbeat_streams[session]:
-                    del self._heartbeat_streams[session]
-                    with contextlib.suppress(ServiceUnavailableError):
-                        self._ledger_thread.submit(c.SessionSilent(session=session))
-
 
 def _unary_handler(
     behavior: Callable[[Any, Context], Awaitable[Message]], request_type: type[Message]
@@ -287,32 +256,6 @@ def _unary_handler(
 
     # Takes raw bytes, because gRPC would report a malformed request as an internal error of the service.
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=_serialize)
-
-
-def _stream_handler(
-    behavior: Callable[[Any, Context], AsyncIterator[Message]], request_type: type[Message]
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler for a stream that sends errors as gRPC statuses."""
-
-    async def answer(requests: Any, context: Context) -> AsyncIterator[Message]:
-        replies: Any = behavior(requests, context)
-        async with contextlib.aclosing(replies):
-            try:
-                async for reply in replies:
-                    yield reply
-            except Exception as error:
-                await _abort_with(context, request_type, error)
-                raise  # an error of gRPC; `_abort_with` raises for all others
-
-    return grpc.stream_stream_rpc_method_handler(
-        answer, request_deserializer=request_type.FromString, response_serializer=_serialize
-    )
-
-
-def _reflection_handler(service: str) -> grpc.GenericRpcHandler:
-    reflection = Reflection(service)
-    info = _stream_handler(reflection.info, reflection.request)
-    return grpc.method_handlers_generic_handler(service, {"ServerReflectionInfo": info})
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""The gRPC server as any client sees it: commands, errors, token, health, reflection, streams."""
+"""The gRPC server as any client sees it: commands, errors, token, health."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dataplane.config import DataPlaneConfig
 from dataplane.controller import grpc_public, grpc_server, health
 from dataplane.controller.controller import Controller
-from dataplane.controller.grpc_standard import POOL
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     DataPlaneError,
@@ -143,37 +139,18 @@ def test_the_token_is_checked_on_everything_but_health() -> None:
         assert healthy(channel, "tq.v1.Control")
 
 
-def methods_of(channel: grpc.Channel, metadata: Any) -> dict[str, list[str]]:
-    """The paths of every method of every service at the port, as reflection tells them."""
-    ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-    request = reflection_pb2.ServerReflectionRequest
-    (listed,) = ask(iter([request(list_services="")]), timeout=WAIT_S, metadata=metadata)
-    names = [service.name for service in listed.list_services_response.service]
-    files = ask(iter([request(file_containing_symbol=name) for name in names]), timeout=WAIT_S, metadata=metadata)
-    found: dict[str, list[str]] = {}
-    for name, answer in zip(names, files, strict=True):
-        for file in map(FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto):
-            for service in file.service:
-                if f"{file.package}.{service.name}" == name:
-                    found[name] = [f"/{name}/{method.name}" for method in service.method]
-    return found
-
-
 def test_every_method_of_every_service_at_the_port_wants_the_token() -> None:
-    """But for the few that are made without it; also what reflection does not tell of."""
+    """But for the few that are made without it; also those that are not there."""
     with (
         Controller(replace(CONFIG, token="secret"), epoch=1) as controller,
         grpc.insecure_channel(controller.address) as channel,
     ):
-        methods = methods_of(channel, (("authorization", "Bearer secret"),))
-        reflections = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
-        assert set(methods) == {"tq.v1.Control", "grpc.health.v1.Health", *reflections}
-        public = {"/tq.v1.Control/GetKeys", *methods["grpc.health.v1.Health"]}
-        hidden = ["/grpc.reflection.v2.ServerReflection/ServerReflectionInfo", "/grpc.channelz.v1.Channelz/GetServers"]
-        for path in {*(path for paths in methods.values() for path in paths), *hidden} - public:
+        methods = {f"/tq.v1.Control/{each.name}" for each in pb.DESCRIPTOR.services_by_name["Control"].methods}
+        hidden = {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.channelz.v1.Channelz/GetServers"}
+        for path in (methods | hidden) - {"/tq.v1.Control/GetKeys"}:
             for metadata in ((), (("authorization", "Bearer wrong"),)):
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(channel.stream_stream(path)(iter([b""]), timeout=WAIT_S, metadata=metadata))
+                    channel.unary_unary(path)(b"", timeout=WAIT_S, metadata=metadata)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
 
 
@@ -186,75 +163,6 @@ def healthy(channel: grpc.Channel, service: str) -> bool:
 def test_health(real: grpc.Channel) -> None:
     assert healthy(real, "")
     assert healthy(real, "tq.v1.Control")
-
-
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_reflection_tells_the_service_and_its_messages(real: grpc.Channel, version: str) -> None:
-    """gRPC's package for Python has stubs of the older version; the messages are the same."""
-    request, response = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
-    ask = real.stream_stream(
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-        request_serializer=request.SerializeToString,
-        response_deserializer=response.FromString,
-    )
-    extension = reflection_pb2.ExtensionRequest(containing_type="tq.v1.Header", extension_number=1)
-    requests = [
-        request(host="here", list_services=""),
-        request(file_containing_symbol="tq.v1.Control"),
-        request(file_by_filename=pb.DESCRIPTOR.name),
-        request(all_extension_numbers_of_type="tq.v1.Header"),
-        request(file_containing_extension=extension),
-        request(file_containing_symbol="tq.v1.Nothing"),
-        request(file_by_filename="nothing.proto"),
-        request(),
-    ]
-    answers = list(ask(iter(requests), timeout=WAIT_S))
-    assert [answer.original_request for answer in answers] == requests
-    services, by_symbol, by_name, numbers, *failed = answers
-    assert services.valid_host == "here"
-    assert "tq.v1.Control" in [service.name for service in services.list_services_response.service]
-    files = by_symbol.file_descriptor_response.file_descriptor_proto
-    assert files == by_name.file_descriptor_response.file_descriptor_proto
-    assert [FileDescriptorProto.FromString(file).package for file in files] == ["tq.v1"]
-    assert numbers.all_extension_numbers_response.base_type_name == "tq.v1.Header"
-    codes = [answer.error_response.error_code for answer in failed]
-    assert codes == [grpc.StatusCode.NOT_FOUND.value[0]] * 3 + [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
-    assert "tq.v1.Nothing" in failed[1].error_response.error_message
-
-
-@pytest.mark.parametrize("module", [health_pb2, reflection_pb2])
-def test_what_is_told_of_health_and_reflection_is_as_grpc_publishes_it(module: Any) -> None:
-    """Their fields and methods have the numbers, names and types of gRPC's own; the methods may be fewer."""
-    published = FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
-    service = f"{published.package}.{published.service[0].name}"
-    ours = FileDescriptorProto.FromString(POOL.FindFileContainingSymbol(service).serialized_pb)
-    messages = {message.name: message for message in published.message_type}
-    for message in ours.message_type:
-        theirs = messages[message.name]
-        for field in theirs.field:
-            field.ClearField("json_name")
-        assert message == theirs
-    methods = {method.name: method for method in published.service[0].method}
-    for method in ours.service[0].method:
-        assert method == methods[method.name]
-
-
-def test_the_end_of_the_last_stream_that_keeps_a_session_is_told(
-    scripted: grpc.Channel, ledger: ScriptedLedger
-) -> None:
-    control = stub(scripted)
-    beats: list[queue.SimpleQueue[pb.HeartbeatRequest | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
-    streams = [control.KeepSession(iter(each.get, None), timeout=WAIT_S) for each in beats]
-    for each, stream in zip(beats, streams, strict=True):
-        each.put(pb.HeartbeatRequest(session=7))
-        assert next(stream).epoch > 0
-    ledger.wait_for(c.Heartbeat, 2)
-    beats[0].put(None)
-    assert list(streams[0]) == []
-    assert ledger.of(c.SessionSilent) == []
-    streams[1].cancel()
-    assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [7]
-    beats[1].put(None)
 
 
 def test_stopping_answers_those_who_wait(ledger: ScriptedLedger) -> None:
@@ -282,7 +190,7 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_server_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr("dataplane.controller.grpc_server.heartbeat_message", failing)
         with pytest.raises(grpc.RpcError) as beat:
-            list(stub.KeepSession(iter([pb.HeartbeatRequest(session=1)]), timeout=WAIT_S))
+            stub.Heartbeat(pb.HeartbeatRequest(session=1), timeout=WAIT_S)
     for error in (told, beat):
         assert error.value.code() == grpc.StatusCode.INTERNAL
         assert "ZeroDivisionError" in error.value.details()
@@ -295,12 +203,9 @@ def failing(*_: object) -> None:
     raise ZeroDivisionError("a defect")
 
 
-@pytest.mark.parametrize(("method", "kind"), [("Seal", "unary_unary"), ("KeepSession", "stream_stream")])
-def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel, method: str, kind: str) -> None:
-    call = getattr(scripted, kind)(f"/tq.v1.Control/{method}")
-    body = b"\xff\xff"
+def test_what_is_no_message_is_refused_by_name(scripted: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        call(body, timeout=WAIT_S) if kind == "unary_unary" else list(call(iter([body]), timeout=WAIT_S))
+        scripted.unary_unary("/tq.v1.Control/Seal")(b"\xff\xff", timeout=WAIT_S)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "the request is not a" in refused.value.details()
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataplane import connect
 from dataplane.config import DataPlaneConfig
-from dataplane.controller import grpc_public, grpc_server, health, tls_handshakes
+from dataplane.controller import grpc_server, health, tls_handshakes
 from dataplane.controller.controller import Controller
 from dataplane.controller.tls_handshakes import Handshakes
 from dataplane.core.addresses import split_address
@@ -28,6 +28,8 @@ from dataplane.errors import StateDirError
 from dataplane.ledger import commands as c
 from dataplane.protocol import server_keys
 from dataplane.protocol.http2 import BusyError
+from dataplane.protocol.pb import control_pb2 as pb
+from dataplane.protocol.pb import control_pb2_grpc
 from dataplane.protocol.server_keys import keys_of
 from tests.controller.service import (  # noqa: F401
     NEVER_S,
@@ -96,7 +98,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "FRESH_S", 0.0)
-    monkeypatch.setattr(grpc_public, "LOOK_S", 0.05)
 
 
 @pytest.fixture
@@ -110,19 +111,14 @@ def test_a_ledger_that_stands_still_is_not_serving(
 ) -> None:
     ledger = Frozen()
     controller = started(ledger)
-    with grpc.insecure_channel(controller.address) as channel:
-        watched = stub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=5 * WAIT_S)  # of all of it
-        assert next(watched).status == SERVING
-        assert answers(controller) == (SERVING, 200)
-        monkeypatch.setattr(health, "HEALTHY_S", 0.1)  # first: a look that began before would take the longer time
-        ledger.thawed.clear()
-        assert next(watched).status == NOT_SERVING
-        assert answers(controller) == (NOT_SERVING, 503)
-        assert "the ledger did not answer within 0.1 s" in ask(controller.http_address, "/healthz").text
-        monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
-        ledger.thawed.set()
-        assert next(watched).status == SERVING
-        wait_until(lambda: answers(controller) == (SERVING, 200))
+    assert answers(controller) == (SERVING, 200)
+    monkeypatch.setattr(health, "HEALTHY_S", 0.1)  # first: a look that began before would take the longer time
+    ledger.thawed.clear()
+    assert answers(controller) == (NOT_SERVING, 503)
+    assert "the ledger did not answer within 0.1 s" in ask(controller.http_address, "/healthz").text
+    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
+    ledger.thawed.set()
+    wait_until(lambda: answers(controller) == (SERVING, 200))
 
 
 def test_a_journal_that_takes_nothing_is_not_serving(
@@ -165,8 +161,8 @@ TOKEN = "open-sesame-7f3a"
 
 def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
-    monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
     busy, ask = threading.Event(), server_keys._request_keys
+    ledger = ScriptedLedger(lambda call: None)
 
     def asked(*question: Any) -> bytes:
         try:
@@ -177,20 +173,21 @@ def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(server_keys, "_request_keys", asked)
     with (
-        Controller(replace(CONFIG, token=TOKEN)) as controller,
+        Controller(replace(CONFIG, token=TOKEN), ledger=ledger, epoch=1) as controller,
         grpc.insecure_channel(controller.address) as channel,
         ThreadPoolExecutor(1) as pool,
     ):
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
-        for watch in watches:
-            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        seal = control_pb2_grpc.ControlStub(channel).Seal  # type: ignore[no-untyped-call]
+        headers = [pb.Header(session=1, call_id=call_id, watermark=1) for call_id in (1, 2)]
+        token = (("authorization", f"Bearer {TOKEN}"),)
+        waiting = [seal.future(pb.SealRequest(header=header), metadata=token) for header in headers]
+        ledger.wait_for(c.Seal, 2)
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Check(health_pb2.HealthCheckRequest())
+            stub(channel).Check(health_pb2.HealthCheckRequest())
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         opening = pool.submit(keys_of, controller.address, TOKEN, None, deadline=time.monotonic() + WAIT_S)
         assert busy.wait(WAIT_S)
-        watches[0].cancel()
+        waiting[0].cancel()
         assert opening.result(WAIT_S).ticket is not None
 
 

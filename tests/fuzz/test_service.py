@@ -25,7 +25,6 @@ from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.pb import control_pb2
-from dataplane.protocol.server_keys import VERSION_KEY
 from tests.fuzz.control_targets import day
 from tests.fuzz.mutation import damage
 from tests.protocol.values import grpc_request
@@ -40,8 +39,6 @@ RAW_CONNECTIONS = 60
 GROWTH_BYTES = 96 * MIB
 """What a process of the service may keep of all that. Messages have some hundred bytes."""
 WAIT_MS = 60_000
-RELEASE = ((VERSION_KEY, str(PROTOCOL_VERSION)),)
-"""The metadata of a storage unit's stream."""
 TCP_BEGINNINGS = (
     b"",
     b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48),
@@ -214,10 +211,6 @@ def attack_grpc(service: Service, session: int) -> None:
             call = channel.unary_unary(f"/tq.v1.Control/{name}", identity, identity)
             with contextlib.suppress(grpc.RpcError):
                 call(body, timeout=0.2)
-        for number in range(40):
-            stream = channel.stream_stream("/tq.v1.Control/KeepSession", identity, identity)
-            with contextlib.suppress(grpc.RpcError):
-                list(stream(iter([chance.randbytes(number), b""]), timeout=0.5, metadata=RELEASE))
 
 
 def attack_units(opened: c.Opened) -> None:

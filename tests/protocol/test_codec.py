@@ -49,7 +49,6 @@ def leaves(base: type[c.Value]) -> set[type[c.Value]]:
 COMMANDS = sorted(leaves(c.Command) - set(c.SHORT), key=lambda each: each.__name__)
 RESULTS = sorted(leaves(c.Result) - {c.RowsLocated}, key=lambda each: each.__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Control"]
-STREAMS = {"KeepSession"}
 REQUESTS = (c.OpenSession, c.Heartbeat, c.DropUnit)
 """The inputs that have a method, but are no commands."""
 REPLIES = (c.Opened, c.UnitDropped, zmq_frames.Welcome, zmq_frames.HeartbeatReply)
@@ -58,7 +57,7 @@ by_name = functools.partial(plain, by_name=True)
 
 def test_every_method_of_the_service_is_a_command_or_report() -> None:
     names = {each.__name__ for each in (*COMMANDS, *REQUESTS)}
-    assert {method.name for method in SERVICE.methods} == STREAMS | {"GetKeys"} | names
+    assert {method.name for method in SERVICE.methods} == {"GetKeys"} | names
     results = set()
     for command in COMMANDS:
         rpc = SERVICE.methods_by_name[command.__name__]

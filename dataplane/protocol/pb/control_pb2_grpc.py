@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlStub(object):
-    """The controller. The first five methods belong to no session. The others are commands of a session,
+    """The controller. The first four methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -45,11 +45,6 @@ class ControlStub(object):
                 '/tq.v1.Control/GetKeys',
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.GetKeysRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Keys.FromString,
-                _registered_method=True)
-        self.KeepSession = channel.stream_stream(
-                '/tq.v1.Control/KeepSession',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/tq.v1.Control/Heartbeat',
@@ -239,7 +234,7 @@ class ControlStub(object):
 
 
 class ControlServicer(object):
-    """The controller. The first five methods belong to no session. The others are commands of a session,
+    """The controller. The first four methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -259,17 +254,9 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def KeepSession(self, request_iterator, context):
-        """Keeps a session alive while the stream lasts, with a request every heartbeat interval. Only the
-        first has a reply. At the end of the stream the service checks at once whether the client still
-        runs.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Heartbeat(self, request, context):
-        """Keeps a session alive without a stream.
+        """Keeps a session alive. A client sends it every `heartbeat_s` of its Welcome, or after
+        `min_heartbeat_s` of the last reply, if that is longer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -552,11 +539,6 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.GetKeysRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Keys.SerializeToString,
             ),
-            'KeepSession': grpc.stream_stream_rpc_method_handler(
-                    servicer.KeepSession,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatReply.SerializeToString,
-            ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.FromString,
@@ -751,7 +733,7 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """The controller. The first five methods belong to no session. The others are commands of a session,
+    """The controller. The first four methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -799,33 +781,6 @@ class Control(object):
             '/tq.v1.Control/GetKeys',
             dataplane_dot_protocol_dot_pb_dot_control__pb2.GetKeysRequest.SerializeToString,
             dataplane_dot_protocol_dot_pb_dot_control__pb2.Keys.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def KeepSession(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tq.v1.Control/KeepSession',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,
             insecure,
