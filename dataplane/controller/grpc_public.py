@@ -7,11 +7,10 @@ send one of maximum size. All arguments are in the headers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -41,15 +40,10 @@ CALLS_PER_PEER = 512
 """Maximum numbers of concurrent calls without a token, in total and per address: a small part of the server's calls."""
 
 
-def is_public(method: str, keys: str) -> bool:
-    """Return whether a method needs no token. keys: the full name of GetKeys."""
-    return method == keys or method.startswith(f"/{HEALTH}/")
-
-
-def unread(behavior: Callable[[Any, Context], AsyncIterator[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler for any kind of call that does not read the body. `behavior` yields the encoded reply. gRPC
-    reads the body when the handler iterates over the requests, so `behavior` must not do that."""
-    return grpc.stream_stream_rpc_method_handler(behavior)
+def unread(behavior: Callable[[Any, Context], Awaitable[bytes]]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler for a unary call that does not read the body. `behavior` returns the encoded reply. gRPC reads
+    the body when the handler iterates over the requests, so `behavior` must not do that."""
+    return grpc.stream_unary_rpc_method_handler(behavior)
 
 
 class PublicCalls:
@@ -63,12 +57,11 @@ class PublicCalls:
         """Wrap `handler`, created by `unread`, so that its calls are counted and those beyond the limits fail with
         LimitError."""
 
-        async def answer(requests: Any, context: Context) -> AsyncIterator[bytes]:
+        async def answer(requests: Any, context: Context) -> bytes:
             await self._enter(context)
-            behavior: Any = handler.stream_stream
-            async with contextlib.aclosing(behavior(requests, context)) as replies:
-                async for reply in replies:
-                    yield reply
+            behavior: Any = handler.stream_unary
+            reply: bytes = await behavior(requests, context)
+            return reply
 
         return unread(answer)
 
@@ -94,14 +87,14 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
     """Return the handler of GetKeys, which proves the identity of the service. Errors are part of the reply (see
     `http2`)."""
 
-    async def keys(requests: Any, context: Context) -> AsyncIterator[bytes]:
+    async def keys(requests: Any, context: Context) -> bytes:
         try:
             _check_version(context)
             reply = _keys_reply(facts, context)
         except DataPlaneError as error:
             name, error_facts = to_wire(error)
             reply = pb.Keys(error=pb.Error(name=name, facts=error_facts))
-        yield reply.SerializeToString()
+        return reply.SerializeToString()
 
     return unread(keys)
 
@@ -149,15 +142,16 @@ class Health:
         """Return the handler to register with the server."""
         return grpc.method_handlers_generic_handler(HEALTH, {"Check": unread(self._check)})
 
-    async def _check(self, requests: Any, context: Context) -> AsyncIterator[bytes]:
+    async def _check(self, requests: Any, context: Context) -> bytes:
         """Check the health. Concurrent callers share one check, so unauthenticated peers cannot start many threads."""
         if self._running_check is None or self._running_check.done():
             self._running_check = asyncio.ensure_future(asyncio.to_thread(self._why_not))
         why = await asyncio.shield(self._running_check)  # a cancelled caller does not cancel the check of others
-        yield UNHEALTHY if why else HEALTHY
+        return UNHEALTHY if why else HEALTHY
 
 
-async def abort(context: Context, error: DataPlaneError) -> None:
+async def abort(context: Context, error: DataPlaneError) -> NoReturn:
     """End the call with `error`. Always raises, an exception of gRPC."""
     code, text, metadata = to_status(error)
     await context.abort(code, text, metadata)
+    raise AssertionError("`context.abort` returned")

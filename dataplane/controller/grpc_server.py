@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from dataplane.config import TlsFiles
 from dataplane.controller.event_loop import LedgerThread
-from dataplane.controller.grpc_public import Health, PublicCalls, abort, is_public, keys_handler, unread
+from dataplane.controller.grpc_public import HEALTH, Health, PublicCalls, abort, keys_handler, unread
 from dataplane.controller.requests import Facts, heartbeat_message, message_of
 from dataplane.controller.tls_handshakes import Handshakes
 from dataplane.core.limited_log import LimitedLog, OneLine
@@ -43,7 +43,8 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
-GET_KEYS = f"/{CONTROL}/GetKeys"
+PUBLIC = (f"/{CONTROL}/GetKeys", f"/{HEALTH}/Check")
+"""The methods that need no token."""
 START_S = 30.0  # timeout of the start of the thread, and of `bind` and `serve`
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
@@ -175,7 +176,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Return the handler of a call, None for an unknown method. If the method needs a token and the call has no
         valid one, the handler ends the call with AuthenticationError."""
-        if is_public(details.method, GET_KEYS):
+        if details.method in PUBLIC:
             handler = await continuation(details)
             return None if handler is None else self._public_calls.counted(handler)
         header = dict(details.invocation_metadata or ()).get("authorization", "")
@@ -186,12 +187,11 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
-def _rejection(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[bytes]]:
+def _rejection(error: DataPlaneError) -> Callable[[Any, Context], Awaitable[bytes]]:
     """Return the behavior of a handler that ends the call with `error`."""
 
-    async def refuse(requests: Any, context: Context) -> AsyncIterator[bytes]:
+    async def refuse(requests: Any, context: Context) -> bytes:
         await abort(context, error)
-        yield b""  # not reached; makes this a stream handler, which fits any kind of call
 
     return refuse
 

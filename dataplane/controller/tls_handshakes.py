@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -83,14 +82,11 @@ class Handshakes(grpc.aio.ServerInterceptor):
 
             return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
 
-        # All other handlers of the server are for streams in both directions.
-        async def stream(requests: Any, context: Context) -> AsyncIterator[Any]:
+        async def unread(requests: Any, context: Context) -> Any:  # see `grpc_public.unread`
             self._count_call(context)
-            async with contextlib.aclosing(handler.stream_stream(requests, context)) as replies:
-                async for reply in replies:
-                    yield reply
+            return await handler.stream_unary(requests, context)
 
-        return grpc.stream_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(unread)
 
     def _count_call(self, context: Context) -> None:
         """Count the connection of a call, unless it made an earlier one."""

@@ -103,10 +103,10 @@ class ZmqServer:
         self._connections: Counter[int] = Counter()  # of each session in `_session_of`
         self._fresh_descriptors: set[int] = set()
         """Carried a heartbeat or `AddUnit` since the last `notice_disconnects`."""
-        self._link_at: dict[int, _UnitLink] = {}
-        """The open links of storage units by descriptor."""
         self._link_of: dict[int, _UnitLink] = {}
-        """By unit, the link over which it was added last. It is in `_link_at`, too."""
+        """By unit, the link over which it was added last."""
+        self._link_at: dict[int, _UnitLink] = {}
+        """The same links by descriptor."""
         self._unreachable: list[_UnitLink] = []
         """Links to which a message could not be sent. `_end_unreachable` ends them."""
         self._handshake_failed = False  # of the peer whose disconnect is the next event
@@ -298,6 +298,9 @@ class ZmqServer:
         """Record the link of a unit that the ledger has accepted, and send the unit the ledger's output."""
         if isinstance(output, c.UnitAdded) and output.error is None:
             link.unit = output.unit
+            earlier = self._link_of.get(link.unit)
+            if earlier is not None:
+                del self._link_at[earlier.descriptor]
             self._link_at[link.descriptor] = link
             self._link_of[link.unit] = link
         self._reply(link.caller, output)
@@ -305,7 +308,7 @@ class ZmqServer:
     def _handle_report(self, handler: Handler, item: c.UnitReport, peer: zmq.Frame, request: bytes) -> None:
         """Pass a report to the handler and confirm it. A connection may report for its own unit only."""
         link = self._link_at.get(int(peer.get(zmq.SRCFD)))
-        if link is None or link.caller != peer.bytes:  # a message to it was lost, so the unit must register again
+        if link is None or link.caller != peer.bytes:  # see `_end_unreachable`
             assert self._facts is not None
             raise ServiceUnavailableError(address=self._facts.address, why="this connection has no storage unit")
         if item.unit != link.unit:
@@ -321,11 +324,10 @@ class ZmqServer:
             self._send(link.caller, zmq_frames.answer(0, order))
 
     def _end_link(self, handler: Handler, link: _UnitLink) -> None:
-        """Remove the link. Report its unit as lost, unless another link has replaced this one."""
+        """Remove the link and report its unit as lost."""
         del self._link_at[link.descriptor]
-        if self._link_of[link.unit] is link:
-            del self._link_of[link.unit]
-            handler.handle(c.UnitLost(unit=link.unit), None, caller=None)
+        del self._link_of[link.unit]
+        handler.handle(c.UnitLost(unit=link.unit), None, caller=None)
 
     def _end_unreachable(self, handler: Handler) -> None:
         """Remove the links to which a message could not be sent. A unit whose connection is still open learns it from
