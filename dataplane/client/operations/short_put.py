@@ -190,9 +190,9 @@ def prepare(
             return None
     token_lengths = None if handles is None else names.sequence_lengths
     count = len(ids)
-    tag_values = {} if tags is None else _tag_values(tags, count)
+    values = {} if tags is None else tag_values(tags, count)
     mode_of_rows = _MODES.get(mode) if type(mode) is str else None
-    if tag_values is None or mode_of_rows is None:
+    if values is None or mode_of_rows is None:
         return None
     lengths: list[int] = []
     sources = []
@@ -217,13 +217,13 @@ def prepare(
         lengths,
         sources,
         sizes,
-        tag_values,
+        values,
         tag_dicts=None if tags is None or listed else [dict(each) for each in tags],
         listed=listed,
     )
 
 
-def _tag_values(tags: Any, count: int) -> dict[str, tuple[Scalar, ...]] | None:
+def tag_values(tags: Any, count: int) -> dict[str, tuple[Scalar, ...]] | None:
     """Return the values of each tag, one per sample; None if they must take the general way."""
     if type(tags) is not list or len(tags) != count:
         return None

@@ -15,7 +15,14 @@ from dataplane.client.operations import get, short_get
 from dataplane.client.operations.field_names import fetch_schema
 from dataplane.client.operations.put import put_rows
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
-from dataplane.client.operations.short_put import MAX_ROWS, ShortPut, prepare, store_short
+from dataplane.client.operations.short_put import (
+    MAX_ROWS,
+    UNCERTAIN_ERRORS,
+    ShortPut,
+    prepare,
+    store_short,
+    tag_values,
+)
 from dataplane.client.operations.steps import EndRead, Operation, Send
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.compat.transfer_queue import columns
@@ -25,6 +32,7 @@ from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.data.meta import KVBatchMeta as NativeMeta
 from dataplane.data.meta import name_of
 from dataplane.errors import (
+    DataPlaneError,
     FieldNotFoundError,
     FieldNotProducedError,
     PartitionNotFoundError,
@@ -201,11 +209,13 @@ def put(
 
     names: ids, or a native meta with handles. mode: that of the native put. listed: the result also has the tags of the
     samples and the fields that all of them have."""
-    short = _short_form(session_state, names, partition, fields, tags, mode, listed=listed)
-    if short is not None:
-        stored = yield from store_short(session_state, short)
-        if stored is not None:
-            return stored
+    if fields is None:
+        stored = yield from _put_few_tags(names, partition, tags, mode, listed=listed)
+    else:
+        short = _short_form(session_state, names, partition, fields, tags, mode, listed=listed)
+        stored = None if short is None else (yield from store_short(session_state, short))
+    if stored is not None:
+        return stored
     name_of("partition_id", partition)
     encoded_tags = tag_columns(tags, len(names))
     ids = ids_of(names)
@@ -253,6 +263,41 @@ def put(
                 raise
 
 
+def _put_few_tags(
+    names: list[str] | NativeMeta,
+    partition: str,
+    tags: Sequence[Mapping[str, Any] | None] | None,
+    mode: str,
+    *,
+    listed: bool,
+) -> Operation[c.Committed | None]:
+    """Execute a `put` without fields, if the tags need no encoding. None if the put must take the
+    general way."""
+    if type(names) is not list or not 0 < len(names) <= MAX_ROWS or type(partition) is not str:
+        return None
+    values = {} if tags is None else tag_values(tags, len(names))
+    if values is None or any(map(columns.may_be_encoded, values.values())):
+        return None
+    command = c.PutRows(
+        partition=partition,
+        mode=c.Mode(mode),
+        reservation=0,
+        offset=0,
+        plan=NO_COLUMNS,
+        lengths=(),
+        ids=tuple(names),
+        tags=values,
+        listed=listed,
+    )
+    try:
+        committed: c.Committed = (yield Send(command)).result
+        return committed
+    except UNCERTAIN_ERRORS:
+        raise
+    except DataPlaneError:  # the general way says why, or creates the partition
+        return None
+
+
 def _put_tags(
     session_state: SessionState,
     names: list[str] | NativeMeta,
@@ -264,22 +309,13 @@ def _put_tags(
     listed: bool,
 ) -> Operation[c.Committed]:
     """Execute a `put` without fields."""
-    commit: c.PutRows | c.Commit
-    if type(names) is list and 0 < len(ids) <= MAX_ROWS and all(tag.positions is None for tag in tags):
-        commit = c.PutRows(
-            partition=partition,
-            mode=c.Mode(mode),
-            reservation=0,
-            offset=0,
-            plan=NO_COLUMNS,
-            lengths=(),
-            ids=tuple(ids),
-            tags={tag.name: tag.values for tag in tags},
-            listed=listed,
-        )
-    else:
-        samples = samples_of(names, partition, ids)
-        commit = c.Commit(partition=partition, samples=samples, mode=c.Mode(mode), tags=tags, listed=listed)
+    commit = c.Commit(
+        partition=partition,
+        samples=samples_of(names, partition, ids),
+        mode=c.Mode(mode),
+        tags=tags,
+        listed=listed,
+    )
     while True:
         try:
             return (yield from send_for_samples(ids, commit)).result  # type: ignore[no-any-return]
@@ -291,7 +327,7 @@ def _short_form(
     session_state: SessionState,
     names: list[str] | NativeMeta,
     partition: str,
-    fields: Mapping[str, Any] | TensorDictBase | None,
+    fields: Mapping[str, Any] | TensorDictBase,
     tags: Sequence[Mapping[str, Any] | None] | None,
     mode: str,
     *,
@@ -300,7 +336,7 @@ def _short_form(
     """Return the put in its short form; None if it must take the general way."""
     if type(names) is not list or len(names) > MAX_ROWS:
         return None
-    if fields is None or type(fields) not in (dict, TensorDict):
+    if type(fields) not in (dict, TensorDict):
         return None
     rows: dict[str, Any] = {}
     for name, value in fields.items():
