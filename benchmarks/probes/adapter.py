@@ -112,7 +112,7 @@ class Program:
             "read of one key": self._read_one,
             "tags of one key": self._tag_one,
             "tags of 512 keys": lambda: cost(self._tag_all),
-            "kv_list of 512 keys": lambda: cost(lambda: module.kv_list("few")),
+            "kv_list of 512 keys": lambda: cost(self._list, SINGLES),
             f"kv_list of {keys:,} keys": lambda: cost(lambda: module.kv_list("many")),
             "kv_clear of 512 keys x 28 fields": self._clear_wide,
             f"{IN_FLIGHT} in flight": lambda: self._in_flight(rollout),
@@ -139,6 +139,10 @@ class Program:
 
     def _tag_all(self) -> Any:
         return self._tq.kv_batch_put(self._keys, "stored", tags=self._tags)
+
+    def _list(self) -> None:
+        for _ in range(SINGLES):
+            self._tq.kv_list("few")
 
     def _put(self) -> Cost:
         used = cost(lambda: self._tq.kv_batch_put(self._keys, PARTITION, self._batch))
