@@ -31,10 +31,10 @@ Fields: TypeAlias = "TensorDictBase | Mapping[str, Any]"
 Tag: TypeAlias = Mapping[str, Any]
 
 
-def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
-    """Return the fields of one sample as a batch of one row (None without fields). ValueError
-    without fields and tag, unless `fields` is a TensorDict or a mapping, for nested tensors, and
-    for names that are not strings."""
+def _one_row(fields: Fields | None, tag: Tag | None, parse: Parser | None) -> Fields | None:
+    """Return the fields of one sample as a batch of one row (None without fields), tensors as lists
+    unless a parser gets them. ValueError without fields and tag, unless `fields` is a TensorDict or
+    a mapping, for nested tensors, and for names that are not strings."""
     if fields is None and tag is None:
         raise ValueError("kv_put: pass fields, a tag, or both")
     if fields is None or isinstance(fields, TensorDict):  # a TensorDict has one row already
@@ -49,7 +49,7 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
             if value.is_nested:
                 what = "a nested tensor is a batch of rows, but kv_put stores one row"
                 raise ValueError(f"kv_put: {what}; use kv_batch_put")
-            rows[name] = value.unsqueeze(0)
+            rows[name] = [value] if parse is None else value.unsqueeze(0)
         else:
             rows[name] = NonTensorStack(value) if is_tensor_collection(value) else [value]
     return rows
@@ -79,7 +79,7 @@ def _kv_put(
     meta of the sample, with all its tags and fields. ValueError without fields and tag, and for
     nested tensors.
     """
-    rows = _one_row(fields, tag)
+    rows = _one_row(fields, tag, data_parser)
     tags = None if tag is None else [tag]
     return _put(session_state, [name_of("key", key)], partition_id, rows, tags, data_parser)
 
