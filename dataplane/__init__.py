@@ -92,7 +92,6 @@ if TYPE_CHECKING:
     from dataplane.errors import StateDirError as StateDirError
     from dataplane.errors import StorageUnitError as StorageUnitError
     from dataplane.errors import TaskNotFoundError as TaskNotFoundError
-    from dataplane.errors import TlsError as TlsError
     from dataplane.errors import UnsupportedValueError as UnsupportedValueError
     from dataplane.errors import WaitTimeoutError as WaitTimeoutError
     from dataplane.service import Server as Server
@@ -192,7 +191,6 @@ _HOME = {
     "TOKEN_ALIGNED_FIELDS": "dataplane.core.schema",
     "TOKEN_MASK": "dataplane.core.schema",
     "TaskNotFoundError": "dataplane.errors",
-    "TlsError": "dataplane.errors",
     "UnsupportedValueError": "dataplane.errors",
     "WaitTimeoutError": "dataplane.errors",
     "WeightFifo": "dataplane.training.staleness",

@@ -19,8 +19,8 @@ def connect(address: str | None = None, *, on_event: OnEvent | None = None, **se
     address: "host:port", or "actor:NAME[@NAMESPACE]" with the name of its Ray actor; default: TQ_ADDRESS. on_event:
     called with an `OpEvent` at the end of every operation. settings: fields of `DataPlaneConfig`; token and TLS files
     default to TQ_TOKEN and TQ_TLS_*. Raises ValueError if neither `address` nor TQ_ADDRESS is set,
-    `ServiceUnavailableError` within `connect_timeout_s` if the service does not respond, `AuthenticationError` if the
-    token is wrong, and `TlsError` if only one end uses TLS or one end rejects the other's certificate.
+    `ServiceUnavailableError` within `connect_timeout_s` if the service does not respond, and `AuthenticationError` if
+    the token is wrong or only one end has one.
     """
     return DataPlaneClient(_client_config(address, settings), on_event=on_event).connect()
 

@@ -32,19 +32,17 @@ ENV_TLS = {
     "tls_cert_file": "TQ_TLS_CERT_FILE",
     "tls_key_file": "TQ_TLS_KEY_FILE",
     "tls_ca_file": "TQ_TLS_CA_FILE",
-    "tls_server_name": "TQ_TLS_SERVER_NAME",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files of one end of mutual TLS. server_name: the name expected in the peer's certificate, if it differs from
-    the host in the peer's address."""
+    """PEM files of a server: its certificate with the key, and the authority whose certificates its clients must
+    present; None: clients need no certificate."""
 
     cert_file: str
     key_file: str
-    ca_file: str
-    server_name: str | None = None
+    ca_file: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +51,13 @@ class DataPlaneConfig:
 
     address: address of the controller, "host:port" or "actor:NAME[@NAMESPACE]"; None for a service to be started.
     token: shared secret of the service, checked by every server. token_file: a file that contains the token.
-    tls_cert_file, tls_key_file, tls_ca_file: PEM files for mutual TLS, all three or none: certificate and key of this
-        process, and the authority that signed the certificates of service, units and clients.
-        tls_server_name: the name in the service's certificate, if it differs from the host in the address.
-    insecure: allow listening on non-loopback addresses with neither token nor TLS.
-    host, port: listening address of the controller and its units (port 0: any free port). Without token, TLS or
-        `insecure`, only loopback is allowed. The controller listens on two ports: gRPC on `port`, and ZMQ, used by the
-        Python clients, on the next port. Units that a service starts use any free port; `tq unit` uses `port`.
+    encrypt_rows: rows that a unit sends over TCP are encrypted; requires a token, which always encrypts commands.
+    tls_cert_file, tls_key_file: PEM files of certificate and key with which the HTTP and gRPC servers use TLS.
+        tls_ca_file: PEM file of the authority whose certificates clients of these servers must present; None: none.
+    insecure: allow listening on non-loopback addresses without a token.
+    host, port: listening address of the controller and its units (port 0: any free port). Without token or `insecure`,
+        only loopback is allowed. Units that a service starts use any free port; `tq unit` uses `port`.
+    grpc_port: port of the gRPC gateway, for clients in other languages (0: any free port; None: disabled).
     http_port: HTTP port of the controller on `host`, for browsers and Prometheus (0: any free port; None: disabled).
         The units that a service starts serve Prometheus on the ports that follow, or on any free port if 0.
         open_metrics: serve the controller's /metrics without a token. All other paths still require the token.
@@ -90,7 +88,7 @@ class DataPlaneConfig:
         mooncake_host: host name of this process's engine for its peers, if it differs from the outgoing address.
     objects: handling of objects that no column can hold (`dataplane.data.object_codec`). "refuse": raise an error.
         "pickle": the client pickles objects on put and unpickles them on get, so any client that puts can execute code
-        in this process; requires a token or TLS, which keep strangers out. The service itself unpickles nothing.
+        in this process; requires a token, which keeps strangers out. The service itself unpickles nothing.
     force_remote: never use shared memory, even on the same host (for tests and measurements).
     client_name: name of the client in errors, logs and statistics; "" stands for "hostname:pid".
     """
@@ -101,10 +99,11 @@ class DataPlaneConfig:
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     tls_ca_file: str | None = None
-    tls_server_name: str | None = None
+    encrypt_rows: bool = False
     insecure: bool = False
     host: str = "127.0.0.1"
     port: int = 0
+    grpc_port: int | None = None
     http_port: int | None = None
     open_metrics: bool = False
     capacity_bytes: int | None = None
@@ -139,10 +138,12 @@ class DataPlaneConfig:
                 raise ValueError(f'{name}="": the path is empty (unset variable?); set a path or omit the setting')
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: expected at least {MIB} bytes (1 MiB), or None")
-        if not 0 <= self.port < 65535:
-            raise ValueError(f"port={self.port}: expected 0 to 65534, because the next port is used too")
-        if self.http_port is not None and not 0 <= self.http_port < 65536:
-            raise ValueError(f"http_port={self.http_port}: expected 0 to 65535, or None")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port}: expected 0 to 65535")
+        for name in ("grpc_port", "http_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port < 65536:
+                raise ValueError(f"{name}={port}: expected 0 to 65535, or None")
         if self.checksums not in list(Checksums):
             raise ValueError(f"checksums={self.checksums!r}: expected one of {', '.join(Checksums)}")
         if self.objects not in OBJECTS:
@@ -169,12 +170,8 @@ class DataPlaneConfig:
         if self.put_timeout_s is not None and not self.put_timeout_s > 0:
             expected = "must be positive, infinity for no timeout, or None for the service's"
             raise ValueError(f"put_timeout_s={self.put_timeout_s}: {expected}")
-        files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
-        missing = [name for name, file in files.items() if not file]
-        if 0 < len(missing) < len(files):
-            raise ValueError(
-                f"TLS requires tls_cert_file, tls_key_file and tls_ca_file; not set: {missing}. Set all three, or none"
-            )
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("TLS requires both tls_cert_file and tls_key_file; only one of them is set")
 
     def _check_types(self) -> None:
         """Raise TypeError for a setting of the wrong type."""
@@ -192,10 +189,10 @@ class DataPlaneConfig:
         if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
             expected = ", ".join(MOONCAKE_PROTOCOLS)
             raise ValueError(f"mooncake_protocol={self.mooncake_protocol!r}: expected one of {expected}")
-        if self.bulk_transport == "mooncake" and self.tls is not None:
+        if self.bulk_transport == "mooncake" and self.encrypt_rows:
             raise ValueError(
-                'bulk_transport="mooncake" with TLS: the transfer engine does not encrypt, so rows would be sent '
-                'unencrypted. Use bulk_transport="zmq", which encrypts with TLS, or disable TLS on a private network'
+                'bulk_transport="mooncake" with encrypt_rows: the transfer engine does not encrypt. Use '
+                'bulk_transport="zmq", or do without encrypt_rows on a private network'
             )
 
     @classmethod
@@ -217,12 +214,10 @@ class DataPlaneConfig:
     def with_environment(self) -> DataPlaneConfig:
         """Return a copy in which unset address, token and TLS files come from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_*. A
         token_file of the config also precedes TQ_TOKEN. TLS files come all from the config, or all from TQ_TLS_*."""
-        variables = ENV_TLS if self.tls is None else {}
+        variables = {} if any(getattr(self, name) for name in ENV_TLS) else ENV_TLS
         from_environment: dict[str, Any] = {
             name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)
         }
-        if self.tls_server_name:  # the config may set it without the files
-            from_environment.pop("tls_server_name", None)
         return replace(
             self,
             **from_environment,
@@ -232,26 +227,31 @@ class DataPlaneConfig:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """Files for mutual TLS; None if TLS is not configured."""
-        if not (self.tls_cert_file and self.tls_key_file and self.tls_ca_file):
-            return None
-        return TlsFiles(
-            cert_file=self.tls_cert_file,
-            key_file=self.tls_key_file,
-            ca_file=self.tls_ca_file,
-            server_name=self.tls_server_name,
-        )
+        """Files with which the HTTP and gRPC servers use TLS; None: they do not. Raises ValueError if there is an
+        authority for their clients, but no certificate."""
+        if self.tls_cert_file and self.tls_key_file:
+            return TlsFiles(cert_file=self.tls_cert_file, key_file=self.tls_key_file, ca_file=self.tls_ca_file)
+        if self.tls_ca_file:
+            raise ValueError("tls_ca_file requires tls_cert_file and tls_key_file in a server; set all three")
+        return None
 
     def of_unit(self, index: int) -> DataPlaneConfig:
         """Return the config of storage unit `index` (from 0) of a service with this config."""
         http_port = self.http_port
         if http_port:  # not None (no HTTP server), and not 0 (any free port)
             http_port += 1 + index
-        return replace(self, port=0, http_port=http_port)  # `port` is the controller's: the unit uses any free one
+        # `port` and `grpc_port` are the controller's: the unit uses any free one.
+        return replace(self, port=0, grpc_port=None, http_port=http_port)
 
     def guarded(self) -> bool:
-        """Whether a service may listen on a non-loopback address: it has a token or TLS, or sets `insecure`."""
-        return self.insecure or self.tls is not None or self.secret() is not None
+        """Whether a service may listen on a non-loopback address: it has a token, or sets `insecure`."""
+        return self.insecure or self.secret() is not None
+
+    def check_server(self) -> None:
+        """Raise ValueError for settings that a controller or storage unit cannot have, or unusable TLS settings."""
+        if self.encrypt_rows and self.secret() is None:
+            raise ValueError("encrypt_rows requires a token (config.token, token_file, --token-file or TQ_TOKEN)")
+        _ = self.tls
 
     @property
     def pickles(self) -> bool:

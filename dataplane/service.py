@@ -46,6 +46,11 @@ class Server:
         return self._controller.address
 
     @property
+    def grpc_address(self) -> str:
+        """Address of the gRPC gateway, "host:port"; "" without `grpc_port`."""
+        return self._controller.grpc_address
+
+    @property
     def http_address(self) -> str:
         """Address of the HTTP server (dashboard, JSON and metrics), "host:port"; "" without `http_port`."""
         return self._controller.http_address
@@ -72,7 +77,7 @@ def serve(config: DataPlaneConfig | Mapping[str, Any] | None = None) -> Server:
     """Start the service in background threads of this process, on loopback unless `host` is set.
 
     Raises `ArenaSpaceError` if the available memory is too small for all units and what running units may still take,
-    ValueError for a public host without token, TLS or `insecure` or for unusable TLS files, and `TlsError` if the
-    installed ZMQ does not support encryption.
+    ValueError for a public host without token or `insecure`, for unusable TLS files, and for a token if the installed
+    ZMQ does not support encryption.
     """
     return Server(DataPlaneConfig.of(config)).start()

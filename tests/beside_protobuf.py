@@ -26,8 +26,8 @@ def main(version: str, first: str) -> None:
         importlib.import_module(name)
     controller = importlib.import_module("dataplane.controller.controller")
     with (
-        controller.Controller(DataPlaneConfig(), epoch=1) as service,
-        grpc.insecure_channel(service.address) as channel,
+        controller.Controller(DataPlaneConfig(grpc_port=0), epoch=1) as service,
+        grpc.insecure_channel(service.grpc_address) as channel,
     ):
         assert_commands(channel)
         assert_serving(channel)

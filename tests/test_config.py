@@ -23,7 +23,7 @@ from dataplane.config import MIB, PATHS, TlsFiles
         {"reserve_fraction": 1.0},
         {"heartbeat_s": 0},
         {"port": -1},
-        {"port": 65535},
+        {"grpc_port": 65536},
         {"port": 70000},
         {"call_timeout_s": float("nan")},
         {"call_timeout_s": float("inf")},
@@ -81,25 +81,30 @@ def test_the_environment_fills_gaps_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert DataPlaneConfig(address="here:2").with_environment().address == "here:2"
 
 
-@pytest.mark.parametrize("given", [["tls_cert_file"], ["tls_key_file", "tls_ca_file"]])
-def test_tls_files_are_given_together(given: list[str]) -> None:
-    left_out = {"tls_cert_file", "tls_key_file", "tls_ca_file"} - set(given)
-    with pytest.raises(ValueError, match="TLS requires") as caught:
-        DataPlaneConfig.of(dict.fromkeys(given, "x.pem"))
-    assert all(name in str(caught.value).partition("not set")[2] for name in left_out)
+@pytest.mark.parametrize("given", ["tls_cert_file", "tls_key_file"])
+def test_certificate_and_key_are_given_together(given: str) -> None:
+    with pytest.raises(ValueError, match="TLS requires both tls_cert_file and tls_key_file"):
+        DataPlaneConfig.of({given: "x.pem"})
+
+
+def test_an_authority_of_clients_needs_a_certificate_of_the_server() -> None:
+    with pytest.raises(ValueError, match="tls_ca_file requires tls_cert_file and tls_key_file"):
+        _ = DataPlaneConfig(tls_ca_file="x.pem").tls
+
+
+def test_rows_are_encrypted_with_a_token_only() -> None:
+    DataPlaneConfig(encrypt_rows=True, token="t").check_server()
+    with pytest.raises(ValueError, match="encrypt_rows requires a token"):
+        DataPlaneConfig(encrypt_rows=True).check_server()
 
 
 def test_tls_files_come_all_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CERT", "KEY", "CA"):
         monkeypatch.setenv(f"TQ_TLS_{name}_FILE", f"env-{name}")
-    monkeypatch.setenv("TQ_TLS_SERVER_NAME", "tq.cluster")
     tls = DataPlaneConfig().with_environment().tls
-    assert tls == TlsFiles(cert_file="env-CERT", key_file="env-KEY", ca_file="env-CA", server_name="tq.cluster")
-    own = DataPlaneConfig(tls_cert_file="a", tls_key_file="b", tls_ca_file="c")
-    assert own.with_environment().tls == TlsFiles(cert_file="a", key_file="b", ca_file="c")
-    named = DataPlaneConfig(tls_server_name="other").with_environment().tls
-    assert named is not None
-    assert named.server_name == "other"
+    assert tls == TlsFiles(cert_file="env-CERT", key_file="env-KEY", ca_file="env-CA")
+    own = DataPlaneConfig(tls_cert_file="a", tls_key_file="b")
+    assert own.with_environment().tls == TlsFiles(cert_file="a", key_file="b")
 
 
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,6 @@ EXAMPLES: list[e.DataPlaneError] = [
     e.ServiceUnavailableError(address="x:1", why="refused"),
     e.AuthenticationError(peer="x:1", why="no token"),
     e.LimitError(what="samples in one command", got=9, limit=8, hint="Send several."),
-    e.TlsError(address="x:1", why="it speaks TLS, and this side does not"),
     e.ProtocolVersionError(client_version=1, service_version=2),
     e.SessionExpiredError(session=4, why="silent for 20 s"),
     e.SessionInterruptedError(),

@@ -93,7 +93,6 @@ EXPECTED = [
     "TOKEN_ALIGNED_FIELDS",
     "TOKEN_MASK",
     "TaskNotFoundError",
-    "TlsError",
     "UnsupportedValueError",
     "WaitTimeoutError",
     "WeightFifo",

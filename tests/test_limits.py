@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -46,15 +47,20 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    """A service with small limits: a partition "p" of a field and a task."""
+def controller() -> Iterator[Controller]:
+    """Of a service with small limits: a partition "p" of a field and a task."""
     with (
-        Controller(CONFIG, ledger=Ledger(1, limits=LIMITS), epoch=1) as controller,
+        Controller(replace(CONFIG, grpc_port=0), ledger=Ledger(1, limits=LIMITS), epoch=1) as controller,
         StorageUnit(CONFIG, controller.address, name="unit"),
         connect(controller.address) as client,
     ):
         client.register_partition("p", ["x"], None, ["t"])
-        yield controller.address
+        yield controller
+
+
+@pytest.fixture
+def address(controller: Controller) -> str:
+    return controller.address
 
 
 def channel(client: Any) -> Any:
@@ -164,10 +170,10 @@ def test_what_is_beyond_a_limit_is_refused_and_the_service_goes_on(
         assert torch.equal(client.get_samples(["after"], "p", ["x"])["x"], torch.ones(1, 2))
 
 
-def test_calls_in_flight(address: str) -> None:
+def test_calls_in_flight(controller: Controller) -> None:
     """A client of ours never has so many; another may."""
     opening = pb.OpenSessionRequest(nonce="n", host="h", name="n", protocol_version=PROTOCOL_VERSION)
-    with grpc.insecure_channel(address) as there:
+    with grpc.insecure_channel(controller.grpc_address) as there:
         control = control_pb2_grpc.ControlStub(there)  # type: ignore[no-untyped-call]
         session = control.OpenSession(opening, timeout=WAIT_S).opened.session
         for call_id in range(1, 9):

@@ -7,7 +7,6 @@ import logging
 import secrets
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from dataplane import (
     Server,
     ServiceUnavailableError,
     StorageUnitError,
-    TlsError,
     connect,
     connect_async,
     serve,
@@ -36,14 +34,12 @@ from dataplane.config import MIB
 from dataplane.controller.controller import Controller
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger import commands as c
-from dataplane.protocol import server_keys, zmq_frames
-from dataplane.protocol import tls as tls_module
-from dataplane.protocol.controller_socket import zmq_address_of
+from dataplane.protocol import zmq_frames
+from dataplane.protocol.auth import KeyPair, Ticket, controller_keys
 from dataplane.protocol.pb import bulk_pb2, control_pb2_grpc
 from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.proof import Ticket
-from dataplane.protocol.server_keys import ConnectionKeys, keys_of
-from dataplane.protocol.zap import ServerKeys, present
+from dataplane.protocol.zap import present
+from dataplane.storage import controller_link
 from dataplane.storage.arena_record import discard
 from dataplane.storage.transport import connection as bulk_wire
 from dataplane.storage.unit import StorageUnit
@@ -59,33 +55,14 @@ TOKEN = "open-sesame-7f3a"
 SERVICES: dict[str, dict[str, Any]] = {
     "plain": {},
     "token": {"token": TOKEN},
-    "tls": tls(),
-    "tls and token": {"token": TOKEN, **tls()},
+    "encrypted": {"token": TOKEN, "encrypt_rows": True},
 }
-CLIENTS = {
-    **SERVICES,
-    "wrong token": {"token": "open-sesame-7f3b"},
-    "tls and wrong token": {"token": "x", **tls()},
-    "stranger": {"token": TOKEN, **tls("stranger")},
-    "expired": {"token": TOKEN, **tls("expired")},
-    "takes strangers": {"token": TOKEN, **tls(authority="other-ca")},
-    "wants another": {"token": TOKEN, **tls(tls_server_name="tq.test")},
-}
-REFUSED: list[tuple[str, str, type[Exception], str]] = [
-    ("token", "plain", AuthenticationError, "no token was given.*config.token"),
-    ("token", "wrong token", AuthenticationError, "the token is wrong"),
-    ("plain", "token", AuthenticationError, "the server there has none.*unset this client's token"),
-    ("plain", "tls", TlsError, "does not use TLS, and this client does.*tls_"),
-    ("token", "tls and token", TlsError, "does not use TLS"),
-    ("tls", "plain", TlsError, "uses TLS, and this client does not.*tls_cert_file"),
-    ("tls", "wrong token", TlsError, "uses TLS"),
-    ("tls and token", "token", TlsError, "uses TLS"),
-    ("tls and token", "tls", AuthenticationError, "no token was given"),
-    ("tls and token", "tls and wrong token", AuthenticationError, "the token is wrong"),
-    ("tls and token", "stranger", TlsError, "rejects this client's certificate.*tls_ca_file.*valid"),
-    ("tls and token", "expired", TlsError, r"rejects this client's certificate \(certificate has expired\)"),
-    ("tls and token", "takes strangers", TlsError, "this client rejects the service's certificate.*tls_ca_file"),
-    ("tls and token", "wants another", TlsError, "this client rejects the service's certificate.*tls_server_name"),
+CLIENTS: dict[str, dict[str, Any]] = {"plain": {}, "token": {"token": TOKEN}, "wrong token": {"token": TOKEN + "x"}}
+REFUSED: list[tuple[str, str, str]] = [
+    ("token", "plain", "no token was given.*config.token"),
+    ("token", "wrong token", "the token is wrong"),
+    ("encrypted", "wrong token", "the token is wrong"),
+    ("plain", "token", "the server there has none.*unset this client's token"),
 ]
 
 
@@ -95,19 +72,11 @@ def services() -> Iterator[dict[str, Server]]:
     made: dict[str, Server] = {}
     try:
         for kind, settings in SERVICES.items():
-            made[kind] = serve({"capacity_bytes": 8 * MIB, **settings})
+            made[kind] = serve({"capacity_bytes": 8 * MIB, "grpc_port": 0, **settings})
         yield made
     finally:
         for server in made.values():
             server.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _found_out_on_a_busy_machine() -> Iterator[None]:
-    """Why two ends do not come together is found out however long the other one takes to answer."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tls_module, "DIAGNOSE_S", WAIT_S)
-        yield
 
 
 def put_and_get(client: Any, partition: str) -> None:
@@ -120,9 +89,9 @@ def put_and_get(client: Any, partition: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["local", "remote", "remote-async"])
-@pytest.mark.parametrize("kind", ["tls", "tls and token"])
-def test_a_service_with_tls_serves_its_own(services: dict[str, Server], kind: str, style: str) -> None:
-    settings = {**SERVICES[kind], "force_remote": style != "local"}
+@pytest.mark.parametrize("kind", ["token", "encrypted"])
+def test_a_service_with_a_token_serves_its_own(services: dict[str, Server], kind: str, style: str) -> None:
+    settings = {"token": TOKEN, "force_remote": style != "local"}
     address = services[kind].address
     client: Any = Blocking(connect_async(address, **settings)) if "async" in style else connect(address, **settings)
     try:
@@ -131,27 +100,25 @@ def test_a_service_with_tls_serves_its_own(services: dict[str, Server], kind: st
         client.close()
 
 
-@pytest.mark.parametrize(("service", "who", "error", "why"), REFUSED)
+@pytest.mark.parametrize(("service", "who", "why"), REFUSED)
 def test_clients_are_refused_in_time_and_told_why(
-    services: dict[str, Server], service: str, who: str, error: type[Exception], why: str
+    services: dict[str, Server], service: str, who: str, why: str
 ) -> None:
-    with pytest.raises(error, match=why):
+    with pytest.raises(AuthenticationError, match=why):
         connect(services[service].address, connect_timeout_s=WAIT_S, **CLIENTS[who])
 
 
-@pytest.mark.parametrize(("service", "who", "error", "why"), REFUSED)
-def test_storage_units_are_refused_and_told_why(
-    services: dict[str, Server], service: str, who: str, error: type[Exception], why: str
-) -> None:
+@pytest.mark.parametrize(("service", "who", "why"), REFUSED)
+def test_storage_units_are_refused_and_told_why(services: dict[str, Server], service: str, who: str, why: str) -> None:
     unit = StorageUnit(DataPlaneConfig(capacity_bytes=MIB, **CLIENTS[who]), services[service].address)
-    with pytest.raises(error, match=why):
+    with pytest.raises(AuthenticationError, match=why):
         unit.start()
 
 
 @pytest.mark.parametrize("shown", [None, "open-sesame-7f3b"])
-def test_the_grpc_server_refuses_the_same(services: dict[str, Server], shown: str | None) -> None:
+def test_the_grpc_gateway_refuses_the_same(services: dict[str, Server], shown: str | None) -> None:
     metadata = (("authorization", f"Bearer {shown}"),) if shown else ()
-    with grpc.insecure_channel(services["token"].address) as channel, pytest.raises(grpc.RpcError) as caught:
+    with grpc.insecure_channel(services["token"].grpc_address) as channel, pytest.raises(grpc.RpcError) as caught:
         asked(channel, "OpenSession", opening_message(), metadata)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
@@ -165,32 +132,24 @@ def opening_message(version: int = PROTOCOL_VERSION) -> pb.OpenSessionRequest:
     return pb.OpenSessionRequest(nonce=secrets.token_hex(8), host="h", name="n", protocol_version=version)
 
 
-def test_any_grpc_library_gets_in_with_a_certificate(services: dict[str, Server]) -> None:
-    files = {name: Path(path).read_bytes() for name, path in tls().items()}
-    credentials = grpc.ssl_channel_credentials(files["tls_ca_file"], files["tls_key_file"], files["tls_cert_file"])
-    with grpc.secure_channel(services["tls"].address, credentials) as channel:
-        assert asked(channel, "OpenSession", opening_message()).opened.session > 0
-        shown = (("tq-nonce", secrets.token_hex(32)), ("tq-protocol-version", str(PROTOCOL_VERSION)))
-        given = asked(channel, "GetKeys", pb.GetKeysRequest(), shown)
-        assert len(given.curve_key) == 40
-        assert given.secret
-    with (
-        grpc.secure_channel(services["tls"].address, grpc.ssl_channel_credentials(files["tls_ca_file"])) as channel,
-        pytest.raises(grpc.RpcError),
-    ):
-        asked(channel, "GetKeys", pb.GetKeysRequest())
-
-
-# --- names in certificates
-
-
-def test_a_certificate_may_be_for_a_name_that_is_not_the_host() -> None:
-    named = tls("named", tls_server_name="tq.test")
-    with serve({"capacity_bytes": MIB, **named}) as server:
-        with pytest.raises(TlsError, match=r"tq\.test|127\.0\.0\.1"):
-            connect(server.address, **tls("named"))
-        with connect(server.address, **named) as client:
-            client.stats()
+@pytest.mark.parametrize("authority", [True, False])
+def test_any_grpc_library_gets_in_over_tls(authority: bool) -> None:
+    files = tls()
+    if not authority:
+        files.pop("tls_ca_file")
+    read = {name: Path(path).read_bytes() for name, path in tls().items()}
+    with_certificate = grpc.ssl_channel_credentials(read["tls_ca_file"], read["tls_key_file"], read["tls_cert_file"])
+    without = grpc.ssl_channel_credentials(read["tls_ca_file"])
+    shown = (("authorization", f"Bearer {TOKEN}"),)
+    with serve({"capacity_bytes": MIB, "token": TOKEN, "grpc_port": 0, **files}) as server:
+        with grpc.secure_channel(server.grpc_address, with_certificate) as channel:
+            assert asked(channel, "OpenSession", opening_message(), shown).opened.session > 0
+        with grpc.secure_channel(server.grpc_address, without) as channel:
+            if authority:
+                with pytest.raises(grpc.RpcError):
+                    asked(channel, "OpenSession", opening_message(), shown)
+            else:
+                assert asked(channel, "OpenSession", opening_message(), shown).opened.session > 0
 
 
 @pytest.mark.parametrize(
@@ -199,30 +158,27 @@ def test_a_certificate_may_be_for_a_name_that_is_not_the_host() -> None:
         (tls() | {"tls_ca_file": "/nowhere.pem"}, "tls_ca_file '/nowhere.pem' is unusable: No such file"),
         (tls() | {"tls_key_file": tls("stranger")["tls_key_file"]}, "is unusable: KEY_VALUES_MISMATCH"),
         (tls() | {"tls_ca_file": tls()["tls_key_file"]}, "tls_ca_file .* is unusable"),
+        ({"tls_ca_file": tls()["tls_ca_file"]}, "tls_ca_file requires tls_cert_file and tls_key_file"),
+        ({"encrypt_rows": True}, "encrypt_rows requires a token"),
     ],
 )
-def test_files_that_cannot_be_used_are_named_by_service_unit_and_client(
-    services: dict[str, Server], settings: dict[str, str], why: str
-) -> None:
+@pytest.mark.parametrize("port", ["grpc_port", "http_port"])
+def test_settings_that_cannot_be_used_are_named(settings: dict[str, Any], why: str, port: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Controller(DataPlaneConfig(**settings)).start()
-    with pytest.raises(ValueError, match=why):
-        StorageUnit(DataPlaneConfig(capacity_bytes=MIB, **settings), services["tls"].address).start()
-    with pytest.raises(ValueError, match=why):
-        connect(services["tls"].address, **settings)
+        Controller(DataPlaneConfig(**settings, **{port: 0})).start()
 
 
-def test_what_one_cannot_see_of_ones_own_certificate_is_told_with_both_reasons() -> None:
-    """It is good by this side's own files and clock."""
-    why = tls_module._rejected(DataPlaneConfig(**tls("stranger", "other-ca")).tls)
-    assert why.startswith("the service rejects this client's certificate: ")
-    assert "signed by an authority" in why
-    assert "valid by its clock" in why
+def test_a_unit_names_settings_that_it_cannot_use(services: dict[str, Server]) -> None:
+    with pytest.raises(ValueError, match="encrypt_rows requires a token"):
+        StorageUnit(DataPlaneConfig(capacity_bytes=MIB, encrypt_rows=True), services["plain"].address).start()
+
+
+# --- who is not there
 
 
 def test_nobody_at_the_address_is_told_at_once() -> None:
     with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:1: cannot connect"):
-        connect("127.0.0.1:1", connect_timeout_s=600.0, **tls())
+        connect("127.0.0.1:1", connect_timeout_s=600.0)
 
 
 def test_a_host_that_takes_no_connection_is_not_said_to_listen() -> None:
@@ -234,9 +190,10 @@ def test_a_host_that_takes_no_connection_is_not_said_to_listen() -> None:
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
-def test_who_does_not_answer_is_given_up_in_time() -> None:
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_who_does_not_answer_is_given_up_in_time(token: str | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ServiceUnavailableError, match="in time"):
-        connect(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.2, **tls())
+        connect(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.2, token=token)
 
 
 # --- ZMQ
@@ -275,52 +232,47 @@ def hello() -> list[bytes]:
     return zmq_frames.request(item)
 
 
-def own_keys(address: str, **settings: Any) -> ConnectionKeys:
-    config = DataPlaneConfig(**settings)
-    return keys_of(address, config.secret(), config.tls, deadline=time.monotonic() + WAIT_S)
-
-
 def attach() -> list[bytes]:
     return [bulk_pb2.BulkRequest(protocol_version=PROTOCOL_VERSION, session=1, call=1).SerializeToString()]
 
 
-@pytest.mark.parametrize("endpoint", ["controller", "unit"])
 @pytest.mark.parametrize("key", ["", "wrong"])
-def test_zmq_servers_of_a_service_with_tls_say_nothing_without_the_key(
-    services: dict[str, Server], endpoint: str, key: str
-) -> None:
-    server = services["tls"]
-    curve_key = ServerKeys().public if key else ""
-    ticket = own_keys(server.address, **tls()).ticket
-    if endpoint == "controller":
-        assert not heard(f"tcp://{zmq_address_of(server.address)}", hello(), ticket, curve_key)
-        return
-    assert not heard(endpoint_of_unit(server, **tls()), attach(), ticket, curve_key)
+def test_the_controller_says_nothing_to_peers_without_its_key(services: dict[str, Server], key: str) -> None:
+    endpoint = f"tcp://{services['token'].address}"
+    assert heard(endpoint, hello(), curve_key=controller_keys(TOKEN).public)
+    assert not heard(endpoint, hello(), curve_key=KeyPair.new().public if key else "")
 
 
+@pytest.mark.parametrize("kind", ["token", "encrypted"])
 @pytest.mark.parametrize("secret", ["", "wrong"])
-def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], secret: str) -> None:
-    """Also where the service has no token."""
-    server = services["tls"]
-    own = own_keys(server.address, **tls())
-    assert heard(f"tcp://{zmq_address_of(server.address)}", hello(), own.ticket, own.curve_key)
-    assert not heard(f"tcp://{zmq_address_of(server.address)}", hello(), Ticket.of(secret, "x"), own.curve_key)
-    with connect(server.address, force_remote=True, **tls()) as client:
+def test_a_unit_says_nothing_to_peers_without_its_ticket(services: dict[str, Server], kind: str, secret: str) -> None:
+    with connect(services[kind].address, force_remote=True, token=TOKEN) as client:
+        client.stats()
+        info = units_of(client)[0]
+        endpoint = next(each for each in info.endpoints if each.startswith("tcp"))
+        right = Ticket.of(TOKEN, info.arena_path, info.epoch)
+        wrong = Ticket.of(secret, info.arena_path, info.epoch)
+        assert bool(info.curve_key) == (kind == "encrypted")
+        assert heard(endpoint, attach(), right, info.curve_key)
+        assert not heard(endpoint, attach(), wrong, info.curve_key)
+        assert not heard(endpoint, attach(), right, "" if info.curve_key else KeyPair.new().public)
+        if not secret:  # without a token, a client does not come this far
+            return
         unit_connections = client._connections.get().session_state.connections
-        unit_connections._config = replace(unit_connections._config, token=secret or None)
+        unit_connections._config = replace(unit_connections._config, token=secret)
         client.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(AuthenticationError, match="storage unit"):
             client.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
 
 
-@pytest.mark.parametrize("kind", ["plain", "tls"])
+@pytest.mark.parametrize("kind", ["plain", "encrypted"])
 @pytest.mark.parametrize("endpoint", ["grpc", "controller", "unit"])
 def test_whatever_a_stranger_sends_to_a_port_changes_nothing(
     services: dict[str, Server], kind: str, endpoint: str
 ) -> None:
     server = services[kind]
     unit = endpoint_of_unit(server, **SERVICES[kind]).removeprefix("tcp://")
-    where = {"grpc": server.address, "controller": zmq_address_of(server.address), "unit": unit}[endpoint]
+    where = {"grpc": server.grpc_address, "controller": server.address, "unit": unit}[endpoint]
     host, _, port = where.rpartition(":")
     for noise in (b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(4096)):
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as peer:
@@ -332,14 +284,15 @@ def test_whatever_a_stranger_sends_to_a_port_changes_nothing(
 @pytest.mark.parametrize("who", ["service", "unit", "client"])
 def test_a_zmq_without_curve_is_named(services: dict[str, Server], monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     monkeypatch.setattr(zmq, "has", lambda name: False)
-    address = services["tls"].address
+    controller_keys.cache_clear()
+    address = services["token"].address
     start: dict[str, Callable[[], Any]] = {
-        "service": lambda: Controller(DataPlaneConfig(**tls())).start(),
-        "unit": lambda: StorageUnit(DataPlaneConfig(capacity_bytes=MIB, **tls()), address).start(),
-        "client": lambda: connect(address, **tls()),
+        "service": lambda: Controller(DataPlaneConfig(token=TOKEN)).start(),
+        "unit": lambda: StorageUnit(DataPlaneConfig(capacity_bytes=MIB, token=TOKEN), address).start(),
+        "client": lambda: connect(address, token=TOKEN),
     }
     before = our_files()
-    with pytest.raises(TlsError, match="libzmq with CURVE"):
+    with pytest.raises(ValueError, match="libzmq with CURVE"):
         start[who]()
     assert not litter(before)
 
@@ -348,39 +301,37 @@ def test_a_zmq_without_curve_is_named(services: dict[str, Server], monkeypatch: 
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1], ids=["older", "newer"])
-@pytest.mark.parametrize("endpoint", ["keys", "zmq", "grpc", "storage unit", "bulk"])
+@pytest.mark.parametrize("endpoint", ["zmq", "grpc", "storage unit", "bulk"])
 def test_another_version_of_the_protocol_is_refused_with_both_named(
     services: dict[str, Server], monkeypatch: pytest.MonkeyPatch, endpoint: str, version: int
 ) -> None:
     both = rf"client has protocol version {version}, the service has {PROTOCOL_VERSION}"
-    kind = "tls" if endpoint == "keys" else "plain"
+    server = services["plain"]
     if endpoint == "grpc":
-        with grpc.insecure_channel(services[kind].address) as channel, pytest.raises(grpc.RpcError, match=both):
+        with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError, match=both):
             asked(channel, "OpenSession", opening_message(version))
         return
-    module = {"keys": server_keys, "zmq": handshake, "storage unit": server_keys, "bulk": bulk_wire}[endpoint]
+    module = {"zmq": handshake, "storage unit": controller_link, "bulk": bulk_wire}[endpoint]
     monkeypatch.setattr(module, "PROTOCOL_VERSION", version)
     with pytest.raises(ProtocolVersionError, match=both) as caught:
-        use(services[kind], endpoint, kind)
+        use(server, endpoint)
     assert (caught.value.client_version, caught.value.service_version) == (version, PROTOCOL_VERSION)
 
 
-def use(server: Server, endpoint: str, kind: str) -> None:
+def use(server: Server, endpoint: str) -> None:
     if endpoint == "storage unit":
         StorageUnit(DataPlaneConfig(capacity_bytes=MIB), server.address).start()
-    with connect(server.address, **SERVICES[kind]) as client:
+    with connect(server.address) as client:
         put_and_get(client, "versions")
 
 
-# --- new keys with every start
+# --- restarts
 
 
 @pytest.mark.parametrize("style", ["local", "remote", "remote-async"])
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_clients_and_units_go_on_with_a_service_that_has_new_keys(
-    tmp_path: Path, style: str, token: str | None
-) -> None:
-    config = replace(CONFIG, token=token, **tls())
+@pytest.mark.parametrize("encrypt_rows", [True, False])
+def test_clients_and_units_go_on_after_restarts(tmp_path: Path, style: str, encrypt_rows: bool) -> None:
+    config = replace(CONFIG, token=TOKEN, encrypt_rows=encrypt_rows)
     restartable = RestartableService(tmp_path / "state", config)
     restartable.start()
     restartable.unit(state_dir=str(tmp_path / "state"))
@@ -389,13 +340,8 @@ def test_clients_and_units_go_on_with_a_service_that_has_new_keys(
     client: Any = Blocking(connect_async(address, **settings)) if "async" in style else connect(address, **settings)
     try:
         put_and_get(client, "before")
-        before = own_keys(restartable.address, token=token, **tls())
         restartable.restart()
         put_and_get(client, "another controller")
-        after = own_keys(restartable.address, token=token, **tls())
-        assert before.curve_key != after.curve_key
-        assert before.ticket != after.ticket
-        assert before.secret == after.secret
         restartable.units.pop().stop()
         restartable.unit(state_dir=str(tmp_path / "state"))
         put_and_get(client, "another unit")
@@ -412,22 +358,19 @@ def test_no_secret_is_in_a_log_a_repr_or_an_error(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    config = DataPlaneConfig(token=TOKEN, capacity_bytes=8 * MIB, **tls())
+    config = DataPlaneConfig(token=TOKEN, capacity_bytes=8 * MIB, encrypt_rows=True, grpc_port=0)
     told = [repr(config)]
-    with serve(config) as server, connect(server.address, token=TOKEN, force_remote=True, **tls()) as client:
+    with serve(config) as server, connect(server.address, token=TOKEN, force_remote=True) as client:
         put_and_get(client, "p")
         channel = client._connections.get()._channel
         session = channel._calls.session
         told += [repr(part) for part in (server, client, channel, session, channel.unit_config, client.stats())]
         for wrong in ("open-sesame", TOKEN + "x"):
             with pytest.raises(AuthenticationError) as refused:
-                connect(server.address, token=wrong, **tls())
+                connect(server.address, token=wrong)
             told += [repr(refused.value), str(refused.value), str(refused.value.facts)]
             assert wrong not in told[-1]
-        with pytest.raises(TlsError) as plain:
-            connect(server.address, token=TOKEN, connect_timeout_s=60.0)
-        told += [repr(plain.value), str(plain.value)]
-        curve_key = session.keys.curve_key
+        keys = controller_keys(TOKEN)
         client.register_partition("q", ["x"], None, ["t"])
         client.put_samples(["a"], "q", {"x": torch.ones(1, 4)})
         server._units[0].stop()
@@ -438,4 +381,5 @@ def test_no_secret_is_in_a_log_a_repr_or_an_error(
     told += capfd.readouterr()
     for text in told:
         assert TOKEN not in text
-        assert curve_key not in text
+        assert keys.secret not in text
+        assert keys.public not in text

@@ -27,7 +27,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.setattr(handshake, "RESUME_STEP_S", 0.05)
     with Controller(DataPlaneConfig(session_timeout_s=60.0)) as controller:
         port = int(controller.address.rpartition(":")[2])
-        made = Proxy(port, port + 1)
+        made = Proxy(port)
         yield made
         made.close()
 

@@ -12,17 +12,16 @@ import torch
 from dataplane import DataPlaneConfig, Server, connect, serve
 from dataplane.config import MIB
 from dataplane.storage.unit import StorageUnit
-from tests.secure import tls
 
 pytestmark = pytest.mark.integration
 
 NAME = "two.test"
-SERVICES: dict[str, dict[str, Any]] = {"plain": {}, "token": {"token": "x"}, "tls": tls("named")}
+SERVICES: dict[str, dict[str, Any]] = {"plain": {}, "token": {"token": "x"}}
 
 
 @pytest.fixture
 def two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`NAME` has them in Python only: neither ZMQ nor gRPC could look it up."""
+    """`NAME` has them in Python only: ZMQ could not look it up."""
     honest = socket.getaddrinfo
 
     def found(host: Any, port: Any, *more: Any, **named: Any) -> list[Any]:
@@ -42,8 +41,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 def test_clients_and_units_try_the_next(server: Server, two_addresses: None) -> None:
     config = server.config
     more = {"token": config.token}
-    if config.tls:
-        more = {**tls("named", tls_server_name="tq.test")}
     address = f"{NAME}:{server.address.rpartition(':')[2]}"
     unit = StorageUnit(DataPlaneConfig(capacity_bytes=8 * MIB, **more), address, name="extra")
     with unit, connect(address, heartbeat_s=0.1, **more) as client:
@@ -51,15 +48,3 @@ def test_clients_and_units_try_the_next(server: Server, two_addresses: None) -> 
         client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
         assert client.get_samples(["b", "a"], "p", ["x"])["x"].tolist() == [1, 0]
         assert [found.name for found in client.stats().units] == ["extra"]
-
-
-def test_the_second_port_is_looked_for_where_the_first_answered(server: Server, two_addresses: None) -> None:
-    """Another service may have the port at the address that was passed over."""
-    port = int(server.address.rpartition(":")[2])
-    more = tls("named", tls_server_name="tq.test") if server.config.tls else {"token": server.config.token}
-    with socket.create_server(("127.0.0.9", port + 1)) as other:
-        other.setblocking(False)
-        with connect(f"{NAME}:{port}", **more) as client:
-            assert client.stats().units == ()
-        with pytest.raises(BlockingIOError):
-            other.accept()[0].close()

@@ -22,12 +22,12 @@ import torch
 import zmq
 
 from dataplane.client.rpc.call_ids import CallIds
-from dataplane.client.rpc.handshake import dealer_socket, zmq_address_of
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.data.columns import EncodedColumn, encode_fields
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import dealer_socket
 from dataplane.protocol.fd_limits import allow_more
 
 Socket = zmq.Socket[bytes]
@@ -61,7 +61,7 @@ class RawSessions:
         self.beats = self.commands = 0
         self.sessions: list[RawSession] = []
         # An address of its own, whose closed connections leave the ports of other programs free.
-        self._endpoint = f"tcp://127.0.0.{2 + number}:0;{zmq_address_of(address)}"
+        self._endpoint = f"tcp://127.0.0.{2 + number}:0;{address}"
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * sessions + 8)
         self._epoll = select.epoll()

@@ -35,16 +35,12 @@ class Security:
     ] = None
     tls_cert_file: Annotated[
         str | None,
-        _security("--tls-cert", metavar="FILE", help="Mutual TLS: PEM file of this process's own certificate."),
+        _security("--tls-cert", metavar="FILE", help="TLS of page, metrics and gRPC: PEM file of the certificate."),
     ] = None
     tls_key_file: Annotated[str | None, _security("--tls-key", metavar="FILE", help="PEM file of its key.")] = None
     tls_ca_file: Annotated[
         str | None,
-        _security("--tls-ca", metavar="FILE", help="PEM file of the authority that signed all certificates."),
-    ] = None
-    tls_server_name: Annotated[
-        str | None,
-        _security(metavar="NAME", help="Name in the service's certificate (default: the host of its address)."),
+        _security("--tls-ca", metavar="FILE", help="PEM file of the authority that signed the peers' certificates."),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -89,11 +85,15 @@ class MemoryFlags:
 
     host: Annotated[
         str,
-        _security(metavar="HOST", help="Address to listen on; all but loopback addresses need a token or TLS."),
+        _security(metavar="HOST", help="Address to listen on; all but loopback addresses need a token."),
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
-        _security("--insecure", metavar="", help="Allow to listen beyond loopback with neither token nor TLS."),
+        _security("--insecure", metavar="", help="Allow to listen beyond loopback without a token."),
+    ] = False
+    encrypt_rows: Annotated[
+        bool,
+        _security("--encrypt-rows", metavar="", help="Encrypt the rows that units send over TCP; requires a token."),
     ] = False
     capacity: Annotated[
         int | None,
@@ -146,7 +146,7 @@ class Http:
             min=0,
             max=65535,
             metavar="PORT",
-            help="Port for both (default: two above --port, or any free one, printed). Storage units serve "
+            help="Port for both (default: one above --port, or any free one, printed). Storage units serve "
             "Prometheus metrics at the next ports.",
         ),
     ] = None
@@ -157,7 +157,7 @@ class Http:
             return self.http_port
         if not (self.ui or self.metrics):
             return None
-        return port + 2 if port else 0  # the service also uses `port` (gRPC) and the next one (ZMQ)
+        return port + 1 if port else 0
 
 
 def typer_command(run: Callable[..., int]) -> Callable[..., int]:

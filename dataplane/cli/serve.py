@@ -16,8 +16,12 @@ from dataplane.core.types import Checksums
 def serve(
     *,
     port: Annotated[
-        int, typer.Option(min=0, max=65534, help="Port of the controller (default: any free one, printed).")
+        int, typer.Option(min=0, max=65535, help="Port of the controller (default: any free one, printed).")
     ] = 0,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve a gRPC gateway for other languages (0: any free port, printed)."),
+    ] = None,
     units: Annotated[int, typer.Option(min=0, help="Storage units to start.")] = 1,
     session_timeout: Annotated[
         float,
@@ -41,6 +45,7 @@ def serve(
     """
     config = DataPlaneConfig(
         port=port,
+        grpc_port=grpc_port,
         http_port=http.port(port),
         session_timeout_s=session_timeout,
         checksums=checksums,
@@ -76,10 +81,13 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
             print_notice(f"restored the state in {config.state_dir}")
         url = controller.http_url  # "" without HTTP
         text = f"data plane service at {controller.address}"
+        if controller.grpc_address:
+            text += f"\ngRPC gateway at {controller.grpc_address}"
         if url:
             text += f"\npage at {url}/, metrics at {url}/metrics"
         if json:
-            print_json({"address": controller.address, "http": url or None})
+            addresses = {"grpc": controller.grpc_address or None, "http": url or None}
+            print_json({"address": controller.address, **addresses})
         else:
             print(text, flush=True)
         stop.when(controller.ended)  # sets `stop` later; does not block

@@ -416,15 +416,14 @@ def _fetch(host_port: tuple[str, int], config: DataPlaneConfig) -> bytes:
 
 def _connect(host_port: tuple[str, int], config: DataPlaneConfig) -> socket.socket:
     """Connect to the HTTP port, with TLS if it is configured."""
-    plain = socket.create_connection(host_port, timeout=_WAIT_S)
-    if config.tls is None:
-        return plain
     from dataplane.protocol.tls import client_context
 
-    context = client_context(config.tls)
-    context.set_alpn_protocols(["http/1.1"])  # instead of HTTP/2
+    context = client_context(config)
+    plain = socket.create_connection(host_port, timeout=_WAIT_S)
+    if context is None:
+        return plain
     try:
-        return context.wrap_socket(plain, server_hostname=config.tls.server_name or host_port[0])
+        return context.wrap_socket(plain, server_hostname=host_port[0])
     except BaseException:
         plain.close()
         raise

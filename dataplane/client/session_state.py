@@ -186,10 +186,10 @@ class Schemas:
 
 def check_pickles(config: DataPlaneConfig) -> None:
     """Raise `InvalidRequestError` if pickling is enabled for a service that accepts unauthenticated clients."""
-    if config.pickles and config.tls is None and config.secret() is None:
+    if config.pickles and config.secret() is None:
         raise InvalidRequestError(
-            "objects='pickle' requires a service with a token or TLS, because unpickling objects of other clients can "
-            "execute arbitrary code; start the service with a token"
+            "objects='pickle' requires a service with a token, because unpickling objects of other clients can execute "
+            "arbitrary code; start the service with a token"
         )
 
 

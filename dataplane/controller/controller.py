@@ -24,24 +24,21 @@ from dataplane.core.addresses import (
     lasting_port,
     reachable_host,
     require_guard_beyond_loopback,
-    resolve_host,
 )
 from dataplane.core.failpoints import failpoint
-from dataplane.core.ports import listens_at, listens_no_more_at, require_free_port
+from dataplane.core.ports import listens_at, listens_no_more_at
 from dataplane.core.types import Checksums
 from dataplane.errors import PortTakenError
 from dataplane.ledger.ledger import Ledger
 from dataplane.protocol.fd_limits import require_enough
 from dataplane.protocol.grpc_loader import import_with_grpc
-from dataplane.protocol.proof import Secret, Ticket
-from dataplane.protocol.zap import ServerKeys
 
 if TYPE_CHECKING:
     from dataplane.controller.grpc_server import GrpcServer
 
 log = logging.getLogger(__name__)
 
-PORT_TRIES = 64  # for two free ports
+PORT_TRIES = 64  # for a free port below the ephemeral ones
 PORT_WAIT_S = 5.0  # for the port of the previous epoch, tried every PORT_PAUSE_S
 PORT_PAUSE_S = 0.1
 STOP_S = 5.0
@@ -49,14 +46,14 @@ STOP_S = 5.0
 
 
 class Controller:
-    """Serves a ledger on `config.host`: gRPC at `config.port` (0: any free port), ZMQ one port above, and HTTP at
-    `config.http_port` if that is set.
+    """Serves a ledger on `config.host` over ZMQ at `config.port` (0: any free port), and over gRPC at
+    `config.grpc_port` and HTTP at `config.http_port` if these are set.
 
     `epoch` must increase with every start of the service (default: the current time). With `config.state_dir` the
     ledger is restored from there, and port 0 means the port of the previous epoch. A context manager.
 
     `_given_ledger`: the ledger given to the constructor; None: `start` opens one. `_durable`: the ledger of the state
-    directory; None without one. `_keys`: the CURVE keys of the ZMQ server; None without TLS.
+    directory; None without one.
     """
 
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
@@ -66,7 +63,6 @@ class Controller:
         self._durable: DurableLedger | None = None
         self._ledger_thread: LedgerThread | None = None
         self._grpc: GrpcServer | None = None
-        self._keys: ServerKeys | None = None
         self._http: HttpInterface | None = None
         self._address = ""
         self._listens_at: list[int | str] = []  # ports and ipc endpoints
@@ -76,6 +72,11 @@ class Controller:
     def address(self) -> str:
         """ "host:port" for clients; "" before `start`."""
         return self._address
+
+    @property
+    def grpc_address(self) -> str:
+        """ "host:port" of the gRPC gateway; "" if it is not running."""
+        return "" if self._grpc is None else self._grpc.address
 
     @property
     def http_address(self) -> str:
@@ -101,7 +102,7 @@ class Controller:
     def start(self) -> Self:
         """Start the servers and return once they accept requests. On an error, everything is stopped again.
 
-        Raises ValueError for a host beyond loopback without token, TLS or `insecure`, or a session timeout below the
+        Raises ValueError for a host beyond loopback without token or `insecure`, or a session timeout below the
         heartbeat, `PortTakenError` for a port in use, `StateDirError` for a state directory that cannot be restored,
         `LimitError` if the open-file limit of this process is too low."""
         config = self._config
@@ -111,8 +112,9 @@ class Controller:
                 f"session_timeout_s={config.session_timeout_s} is less than heartbeat_s={config.heartbeat_s}: sessions "
                 "would expire between two heartbeats; set it to several heartbeats"
             )
+        config.check_server()
         require_guard_beyond_loopback(config.host, guarded=config.guarded())
-        if token is None and config.tls is None and not is_loopback(config.host):
+        if token is None and not is_loopback(config.host):
             log.warning(
                 "insecure: any client that can connect to %s can read, change and drop all data of this service",
                 config.host,
@@ -125,20 +127,13 @@ class Controller:
         return self
 
     def _start(self, token: str | None) -> None:
-        """Open the ledger, bind the servers, then start the ledger thread, gRPC calls and HTTP, in this order."""
+        """Open the ledger, bind the ZMQ server, then start the ledger thread, gRPC and HTTP, in this order."""
         config = self._config
         require_enough()
         ledger = self._open_ledger()
-        # With TLS and without a token, a generated secret replaces the token.
-        secret = token or (self._persistent_token("ticket", 32) if config.tls else "")
-        instance = secrets.token_hex(16)
-        ticket = Ticket.of(secret, instance)  # None without a secret
-        self._keys = ServerKeys() if config.tls else None
-        grpc_server = import_with_grpc("dataplane.controller.grpc_server")
-        self._grpc = grpc = grpc_server.GrpcServer(Secret(token, ticket), config.tls)
-        port, zmq_server = self._bind(grpc, ticket)
-        self._address = join_address(reachable_host(config.host), port)
-        self._listens_at = [port, port + 1, *(name for name in zmq_server.endpoints if name.startswith("ipc://"))]
+        zmq_server = self._bind(token)
+        self._address = join_address(reachable_host(config.host), zmq_server.port)
+        self._listens_at = [zmq_server.port, *(name for name in zmq_server.endpoints if name.startswith("ipc://"))]
         listens_at(self._listens_at)  # forked children close these sockets
         facts = Facts(
             address=self._address,
@@ -148,33 +143,32 @@ class Controller:
             heartbeat_s=config.heartbeat_s,
             put_timeout_s=PUT_TIMEOUT_S if config.put_timeout_s is None else config.put_timeout_s,
             durable=self._durable is not None,
-            curve_key="" if self._keys is None else self._keys.public,
-            service=self._persistent_token("service", 16),
-            instance=instance,
-            secret=secret,
-            sends_secret=token is None,  # clients cannot know a generated secret
+            service=self._service_name(),
         )
         zmq_server.introduce(facts)
         if self._durable is not None:
-            self._durable.remember(port=port)
+            self._durable.remember(port=zmq_server.port)
         failpoint("controller.bound")
         recorder = None if config.http_port is None else Recorder()
         self._ledger_thread = LedgerThread(ledger, zmq_server, facts, watch=recorder)
         self._ledger_thread.start()
         health = ServiceHealth(self._ledger_thread)
-        grpc.serve(self._ledger_thread, facts, health.why_not)
+        if config.grpc_port is not None:
+            grpc_server = import_with_grpc("dataplane.controller.grpc_server")
+            self._grpc = grpc_server.GrpcServer(config.host, config.grpc_port, token, config.tls)
+            self._grpc.serve(self._ledger_thread, facts, health.why_not)
         if recorder is not None:
             http = HttpInterface(config, self._ledger_thread, ledger, recorder, health.why_not)
             self._http = http.start()
 
-    def _persistent_token(self, name: str, nbytes: int) -> str:
-        """Return a random token. It is stored under `name` in the state directory, if there is one, and reused by later
-        epochs, so that storage units and their clients do not have to switch to a new one after a restart."""
-        stored = None if self._durable is None else self._durable.recall_text(name)
-        token = stored or secrets.token_urlsafe(nbytes)
+    def _service_name(self) -> str:
+        """Return the name of the service's state: a random text, which is stored in the state directory, if there is
+        one, and reused by later epochs. A storage unit only belongs to the service with its name."""
+        stored = None if self._durable is None else self._durable.recall_text("service")
+        name = stored or secrets.token_urlsafe(16)
         if self._durable is not None and stored is None:
-            self._durable.remember(**{name: token})
-        return token
+            self._durable.remember(service=name)
+        return name
 
     def _open_ledger(self) -> LedgerLike:
         """Return the ledger given to the constructor, otherwise the ledger of the state directory, whose next epoch
@@ -196,49 +190,35 @@ class Controller:
         self._epoch = self._durable.epoch
         return self._durable
 
-    def _bind(self, grpc: GrpcServer, ticket: Ticket | None) -> tuple[int, ZmqServer]:
-        """Bind gRPC to the configured, the previous or any free port, and ZMQ (in its constructor) to the port above.
-        Return (gRPC port, ZMQ server)."""
+    def _bind(self, token: str | None) -> ZmqServer:
+        """Return the ZMQ server, bound to the configured, the previous or any free port."""
         host = self._config.host
         if self._config.port:
-            require_free_port(host, self._config.port)  # so that an error names the configured port first
-            return self._bind_pair(grpc, ZmqServer(host, self._config.port + 1, ticket, self._keys))
-        previous = None if self._durable is None else self._durable.recall("port")
+            return ZmqServer(host, self._config.port, token)
+        if self._durable is None:
+            return ZmqServer(host, 0, token)
+        previous = self._durable.recall("port")
         if previous is not None:
-            return self._bind_previous_port(grpc, ticket, previous)
+            return self._bind_previous_port(previous, token)
         for _ in range(PORT_TRIES):
-            # The next epoch of a durable service binds the same port. Outgoing connections never take a `lasting_port`.
-            zmq_port = 0 if self._durable is None else lasting_port() + 1  # 0: any free port
+            # The next epoch binds the same port. Outgoing connections never take a `lasting_port`.
             try:
-                return self._bind_pair(grpc, ZmqServer(host, zmq_port, ticket, self._keys))
+                return ZmqServer(host, lasting_port(), token)
             except OSError as error:
-                log.debug("Ports are not free, trying others: %s", error)
-        raise OSError(
-            f"found no two adjacent free ports on {host} in {PORT_TRIES} tries; set port to one that is free, like "
-            "the next"
-        )
+                log.debug("Port is not free, trying another: %s", error)
+        raise OSError(f"found no free port on {host} in {PORT_TRIES} tries; set port to one that is free")
 
-    def _bind_previous_port(self, grpc: GrpcServer, ticket: Ticket | None, port: int) -> tuple[int, ZmqServer]:
+    def _bind_previous_port(self, port: int, token: str | None) -> ZmqServer:
         """Bind the port of the previous epoch, to which existing clients reconnect. Retries for `PORT_WAIT_S`; OSError
         if another process still holds the port."""
         end = time.monotonic() + PORT_WAIT_S
         while True:
             try:
-                return self._bind_pair(grpc, ZmqServer(self._config.host, port + 1, ticket, self._keys))
+                return ZmqServer(self._config.host, port, token)
             except OSError as error:
                 if time.monotonic() > end:
                     raise _with_port_hint(error, port) from error
                 time.sleep(PORT_PAUSE_S)
-
-    def _bind_pair(self, grpc: GrpcServer, zmq_server: ZmqServer) -> tuple[int, ZmqServer]:
-        """Bind gRPC one port below `zmq_server`. Return (gRPC port, ZMQ server). On an error close the ZMQ server."""
-        try:
-            require_free_port(self._config.host, zmq_server.port - 1)  # gRPC would also print an error for a taken port
-            grpc.bind(join_address(resolve_host(self._config.host), zmq_server.port - 1))
-        except BaseException:
-            zmq_server.close()
-            raise
-        return zmq_server.port - 1, zmq_server
 
     def stop(self) -> None:
         """Stop the servers and the ledger. Pending calls fail with `ServiceUnavailableError`. Blocks for a few seconds

@@ -1,4 +1,4 @@
-"""The methods of the gRPC server that need no token: GetKeys and health.
+"""The methods of the gRPC server that need no token: health.
 
 They do not read the body of a call, because gRPC buffers a body until it is complete, and an unauthenticated peer could
 send one of maximum size. All arguments are in the headers.
@@ -14,20 +14,11 @@ from typing import Any, NoReturn
 
 import grpc
 
-from dataplane.controller.requests import Facts
-from dataplane.core.addresses import split_address
-from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     DataPlaneError,
-    InvalidRequestError,
     LimitError,
-    ProtocolVersionError,
-    to_wire,
 )
 from dataplane.protocol.grpc_status import to_status
-from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.proof import NONCE_BYTES, proof_of
-from dataplane.protocol.server_keys import NONCE_KEY, VERSION_KEY
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -81,53 +72,6 @@ class PublicCalls:
         self._in_flight[peer] -= 1
         if not self._in_flight[peer]:
             del self._in_flight[peer]
-
-
-def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return the handler of GetKeys, which proves the identity of the service. Errors are part of the reply (see
-    `http2`)."""
-
-    async def keys(requests: Any, context: Context) -> bytes:
-        try:
-            _check_version(context)
-            reply = _keys_reply(facts, context)
-        except DataPlaneError as error:
-            name, error_facts = to_wire(error)
-            reply = pb.Keys(error=pb.Error(name=name, facts=error_facts))
-        return reply.SerializeToString()
-
-    return unread(keys)
-
-
-def _keys_reply(facts: Facts, context: Context) -> pb.Keys:
-    """Return the reply to GetKeys. Raises `InvalidRequestError` for a nonce of another size."""
-    try:
-        nonce = bytes.fromhex(_header(context, NONCE_KEY, ""))
-    except ValueError:  # not hex; rejected below
-        nonce = b""
-    if len(nonce) != NONCE_BYTES:
-        raise InvalidRequestError(f"GetKeys needs {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
-    answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance, service=facts.service)
-    if facts.secret:
-        _, port = split_address(facts.address)
-        answer.proof = proof_of(facts.secret, nonce, facts.instance, port)
-    if facts.sends_secret:
-        answer.secret = facts.secret
-    return answer
-
-
-def _header(context: Context, name: str, default: str) -> str:
-    """Return a header of the call."""
-    headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
-    return headers.get(name, default)
-
-
-def _check_version(context: Context) -> None:
-    """Raise `ProtocolVersionError` if the call has a header of another protocol version."""
-    version = _header(context, VERSION_KEY, "1")  # a caller without the header counts as version 1
-    theirs = int(version) if version.isdecimal() else 0  # no service has version 0
-    if theirs != PROTOCOL_VERSION:
-        raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
 
 
 class Health:

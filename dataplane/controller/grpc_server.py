@@ -1,4 +1,4 @@
-"""The gRPC server: all commands for clients in any language, and health.
+"""The gRPC gateway: all commands for clients in any language, and health.
 
 It runs in one thread with its own event loop. A pending command is a future in that loop and does not block a thread.
 """
@@ -18,10 +18,11 @@ from google.protobuf.message import DecodeError, Message
 
 from dataplane.config import TlsFiles
 from dataplane.controller.event_loop import LedgerThread
-from dataplane.controller.grpc_public import HEALTH, Health, PublicCalls, abort, keys_handler, unread
+from dataplane.controller.grpc_public import HEALTH, Health, PublicCalls, abort, unread
 from dataplane.controller.requests import Facts, heartbeat_message, message_of
-from dataplane.controller.tls_handshakes import Handshakes
+from dataplane.core.addresses import join_address, reachable_host, resolve_host
 from dataplane.core.limited_log import LimitedLog, OneLine
+from dataplane.core.ports import require_free_port
 from dataplane.errors import (
     DataPlaneError,
     InternalError,
@@ -30,10 +31,9 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec
+from dataplane.protocol.auth import check_token
 from dataplane.protocol.fd_limits import share
 from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.proof import Secret
-from dataplane.protocol.server_keys import HANDSHAKE_S
 from dataplane.protocol.tls import server_credentials
 from dataplane.protocol.zmq_frames import MAX_MESSAGE_BYTES
 
@@ -43,17 +43,16 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
-PUBLIC = (f"/{CONTROL}/GetKeys", f"/{HEALTH}/Check")
-"""The methods that need no token."""
-START_S = 30.0  # timeout of the start of the thread, and of `bind` and `serve`
+PUBLIC = f"/{HEALTH}/Check"
+"""The method that needs no token."""
+START_S = 30.0  # timeout of the start of the thread, and of `serve`
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
 """Time in seconds that pending calls may take once the server closes."""
 MAX_CALLS = 16384
 """Maximum number of concurrent calls. Further calls fail with RESOURCE_EXHAUSTED."""
 CONNECTIONS = 8192
-"""Maximum number of concurrent connections of clients in other languages and unauthenticated peers. Further connections
-are closed. Clients and storage units of this package have one only while they open a session or register."""
+"""Maximum number of concurrent connections. Further connections are closed."""
 IDLE_S = 30
 """A connection without a call is closed after this time in seconds. gRPC clients reconnect automatically."""
 OPTIONS = (
@@ -65,7 +64,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Time limit of the TLS and HTTP/2 handshakes of a connection.
-    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Limits how much gRPC reads before the handler of a call, which may reject the call unread.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
@@ -73,19 +72,18 @@ OPTIONS = (
 
 
 class GrpcServer:
-    """The gRPC server. Call `bind` (until it succeeds), then `serve`, then `stop`. With `tls` every peer, including
-    health probes, must present a certificate. Raises ValueError for unusable TLS files.
+    """The gRPC server at `host`:`port` (0: any free port). Call `serve`, then `stop`. Raises ValueError for unusable
+    files of `tls`, OSError if it cannot listen.
 
     The calls run in the event loop of its thread, which sets `_loop`, `_ended` (an event: `stop` was called) and
-    `_server` before `_ready`. `_handshakes`: counts TLS handshakes; None without `tls`.
+    `_server` before `_ready`.
     """
 
-    def __init__(self, secret: Secret, tls: TlsFiles | None = None) -> None:
-        self._secret = secret
-        self._tls = tls
-        if tls is not None:
-            server_credentials(tls, self._count_handshake)  # raises early if the files are unusable
-        self._handshakes: Handshakes | None = None
+    def __init__(self, host: str, port: int, token: str | None, tls: TlsFiles | None = None) -> None:
+        self._token = token
+        credentials = None if tls is None else server_credentials(tls)  # raises early if the files are unusable
+        if port:
+            require_free_port(host, port)  # gRPC would also print an error for a taken port
         self._ready = threading.Event()  # the server exists, or its thread has failed
         self._quiet = OneLine(LimitedLog(log))  # limits the log lines of the gRPC library
         logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
@@ -93,11 +91,13 @@ class GrpcServer:
         self._thread.start()
         if not self._ready.wait(START_S) or not self._thread.is_alive():
             raise InternalError(what="the gRPC server did not start")
-
-    def _count_handshake(self) -> None:
-        """Count a peer that starts a handshake. Called in gRPC's threads."""
-        if self._handshakes is not None:
-            self._handshakes.began()
+        address = join_address(resolve_host(host), port)
+        try:
+            bound = self._run(self._bind(address, credentials))
+        except RuntimeError as error:
+            self.stop(START_S)
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        self.address = join_address(reachable_host(host), bound)
 
     def _loop_forever(self) -> None:
         """Run the event loop of the server. This is the body of its thread."""
@@ -113,10 +113,6 @@ class GrpcServer:
         """Create the server, then wait until `stop` and end it."""
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        interceptors: list[grpc.aio.ServerInterceptor] = [_TokenCheck(self._secret)]
-        if self._tls is not None:
-            self._handshakes = Handshakes(self._loop)
-            interceptors.insert(0, self._handshakes)  # also counts calls that the token check rejects
         connections = share(4, CONNECTIONS)  # at most a quarter of the files that this process may open
         bounds = (
             ("grpc.max_allowed_incoming_connections", connections),
@@ -125,25 +121,18 @@ class GrpcServer:
         # A local variable of this frame keeps the server alive in a forked child, which must not destroy it, because
         # the destructor needs gRPC's threads.
         server = self._server = grpc.aio.server(
-            interceptors=interceptors, options=OPTIONS + bounds, maximum_concurrent_rpcs=MAX_CALLS
+            interceptors=[_TokenCheck(self._token)], options=OPTIONS + bounds, maximum_concurrent_rpcs=MAX_CALLS
         )
         self._ready.set()
         await self._ended.wait()
         await server.stop(GRACE_S)
 
-    def bind(self, address: str) -> None:
-        """Listen on `address`. Raises OSError if that fails."""
-        try:
-            self._run(self._bind(address))
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
-
-    async def _bind(self, address: str) -> None:
-        """Listen on `address`, with TLS if configured. Raises RuntimeError, gRPC's error."""
-        if self._tls is None:
-            self._server.add_insecure_port(address)
-        else:  # new credentials for each port: gRPC fetches their initial configuration only once
-            self._server.add_secure_port(address, server_credentials(self._tls, self._count_handshake))
+    async def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        """Listen on `address`, with TLS if there are credentials. Return the port. Raises RuntimeError, gRPC's
+        error."""
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
 
     def serve(self, ledger_thread: LedgerThread, facts: Facts, why_not: Callable[[], str]) -> None:
         """Start to accept calls. why_not: see `Health`."""
@@ -169,19 +158,19 @@ class GrpcServer:
 class _TokenCheck(grpc.aio.ServerInterceptor):
     """Checks the token of every call that requires one. The body of a rejected call is not read."""
 
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
+    def __init__(self, token: str | None) -> None:
+        self._token = token
         self._public_calls = PublicCalls()
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Return the handler of a call, None for an unknown method. If the method needs a token and the call has no
         valid one, the handler ends the call with AuthenticationError."""
-        if details.method in PUBLIC:
+        if details.method == PUBLIC:
             handler = await continuation(details)
             return None if handler is None else self._public_calls.counted(handler)
         header = dict(details.invocation_metadata or ()).get("authorization", "")
         try:
-            self._secret.check(str(header).removeprefix("Bearer ").encode(), peer="the controller")
+            check_token(self._token, str(header).removeprefix("Bearer ").encode(), peer="the controller")
         except DataPlaneError as error:
             return unread(_rejection(error))
         return await continuation(details)
@@ -211,7 +200,6 @@ class _Service:
             for method in pb.DESCRIPTOR.services_by_name["Control"].methods
         }
         methods["Heartbeat"] = _unary_handler(self._heartbeat, pb.HeartbeatRequest)
-        methods["GetKeys"] = keys_handler(self._facts)
         return grpc.method_handlers_generic_handler(CONTROL, methods)
 
     async def _answer(self, request: Message, context: Context) -> Message:

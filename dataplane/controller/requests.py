@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
@@ -24,9 +24,7 @@ class Facts:
     """Properties of a service that its servers report to clients.
 
     `endpoints`: ZMQ endpoints, ipc first; the client replaces a host `*`. `durable`: the state survives a restart.
-    `curve_key`: public key of the ZMQ server, "" without encryption.
-    `service`: public name of the state; `instance`: public name of this start; `secret`: key of the proof and the
-    ticket, "" if none; `sends_secret`: whether GetKeys returns it (to clients with a TLS certificate)."""
+    `service`: public name of the state."""
 
     address: str
     epoch: int
@@ -35,11 +33,7 @@ class Facts:
     heartbeat_s: float
     put_timeout_s: float = PUT_TIMEOUT_S
     durable: bool = False
-    curve_key: str = ""
     service: str = ""
-    instance: str = ""
-    secret: str = field(default="", repr=False)
-    sends_secret: bool = False
 
 
 def key_of(item: c.Input | c.Output) -> Key | None:

@@ -19,18 +19,20 @@ from dataplane.controller.requests import Facts, Reply, frame_of
 from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import cannot_listen
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive_event, send
 from dataplane.errors import (
     DataPlaneError,
     InternalError,
     InvalidRequestError,
+    ProtocolVersionError,
     ServiceUnavailableError,
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
-from dataplane.protocol.proof import Ticket
-from dataplane.protocol.zap import Admission, Handshakes, ServerKeys
+from dataplane.protocol.auth import controller_keys
+from dataplane.protocol.zap import HANDSHAKE_MS, Handshakes
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +56,6 @@ GOODBYE_MS = 500
 _MORE = int(zmq.SNDMORE) | NOBLOCK
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.EAGAIN)
 """Errors of a send: the connection has ended, or its peer does not read."""
-_NO_HANDSHAKE = (
-    "it did not send this protocol's handshake; if it is an older client, install the release of the service"
-)
 
 
 class Handler(Protocol):
@@ -83,12 +82,13 @@ class ZmqServer:
 
     The connection that carries a session's heartbeats represents its client: if it closes before the session sends Bye,
     the handler receives `SessionSilent`. A connection over which a unit was added represents the unit: if it closes,
-    the handler receives `UnitLost`. With a `ticket`, only peers that present it are served, encrypted with `keys`.
-    Raises `PortTakenError` if the port is in use.
+    the handler receives `UnitLost`. With a `token`, only peers that have it are served (see `auth`). Raises
+    `PortTakenError` if the port is in use.
     """
 
-    def __init__(self, host: str, port: int, ticket: Ticket | None = None, keys: ServerKeys | None = None) -> None:
+    def __init__(self, host: str, port: int, token: str | None = None) -> None:
         self._facts: Facts | None = None
+        self._is_guarded = token is not None
         self._refusals = LimitedLog(log)
         self._failures = LimitedLog(log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -98,7 +98,6 @@ class ZmqServer:
         for option, value in KEEPALIVE.items():
             self.socket.set(option, value)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # `send` raises for an unreachable peer, see `_note_unreachable`
-        self._admission: Admission | None = None  # None without a ticket
         self._session_of: dict[int, int] = {}  # by the descriptor of the connection that carries its heartbeats
         self._connections: Counter[int] = Counter()  # of each session in `_session_of`
         self._fresh_descriptors: set[int] = set()
@@ -109,18 +108,16 @@ class ZmqServer:
         """The same links by descriptor."""
         self._unreachable: list[_UnitLink] = []
         """Links to which a message could not be sent. `_end_unreachable` ends them."""
-        self._handshake_failed = False  # of the peer whose disconnect is the next event
         self._closed = False
         self._held: dict[bytes, list[bytes]] | None = None  # the frames of replies by caller, see `replies_together`
         try:
-            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-            if ticket is not None:  # otherwise any peer is served
-                events |= Handshakes.EVENTS | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            if token is not None:  # otherwise any peer is served
+                events |= Handshakes.EVENTS
             self.monitor = self.socket.get_monitor_socket(events)
-            if ticket is not None:
-                self._admission = Admission(self._context, "the controller", keys)
-                self._admission.admit(ticket)
-                self._admission.guard(self.socket)
+            if token is not None:
+                self.socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+                controller_keys(token).serve(self.socket)
             self.port = self._bind_tcp(host, port)
             ipc = f"ipc://@tq-control-{secrets.token_hex(16)}"
             self.socket.bind(ipc)
@@ -183,7 +180,7 @@ class ZmqServer:
                 case zmq.EVENT_ACCEPTED:
                     later_accepts[descriptor] -= 1
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                    self._handshake_failed = True  # the next disconnect belongs to this peer
+                    self._log_failed_handshake(descriptor)  # of this event it is the reason
                 case zmq.EVENT_DISCONNECTED:
                     # Whether a later connection reuses the descriptor and has already sent a heartbeat or `AddUnit`
                     # over it. Then the descriptor already stands for that connection's session or unit.
@@ -196,18 +193,15 @@ class ZmqServer:
         events = []
         while readable(self.monitor):
             event, descriptor = receive_event(self.monitor)
-            if self._admission is not None:
+            if self._is_guarded and event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._handshakes.note(event, descriptor)
             events.append((event, descriptor))
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
-        """Handle a closed connection: log a failed handshake, report its unit as lost, and report its session as silent
-        unless another connection has the session too. replaced: a later connection reuses the descriptor, which
-        already stands for that connection's session or unit."""
-        if self._admission is not None and self._handshake_failed:  # the event before this one, of the same peer
-            self._handshake_failed = False
-            self._admission.complain("a peer", _NO_HANDSHAKE)
+        """Handle a closed connection: report its unit as lost, and report its session as silent unless another
+        connection has the session too. replaced: a later connection reuses the descriptor, which already stands for
+        that connection's session or unit."""
         if replaced:
             return
         if descriptor in self._link_at:
@@ -247,6 +241,8 @@ class ZmqServer:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller, record=request)
             elif isinstance(item, c.Heartbeat):
                 self._handle_heartbeat(handler, item, peer)
+            elif isinstance(item, c.Identify):
+                self._identify(item, caller)
             elif isinstance(item, c.AddUnit):
                 self._add_unit(handler, item, peer, request)
             else:
@@ -257,6 +253,15 @@ class ZmqServer:
         except Exception as error:
             self._failures.write(logging.ERROR, "Failed on a request", error)
             self._send(caller, zmq_frames.refusal(messages.call_id_of(request), InternalError(what=repr(error))))
+
+    def _log_failed_handshake(self, reason: int) -> None:
+        """Log a peer whose handshake failed, unless too many were logged recently."""
+        why = "it did not send the handshake of ZMQ"
+        if reason == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            why = "wrong token"
+        elif reason == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            why = "it has no token" if self._is_guarded else "it has a token, and this service has none"
+        self._refusals.write(logging.WARNING, f"Rejected a peer: {why}")
 
     def _log_rejection(self, caller: bytes, error: DataPlaneError) -> None:
         """Log a rejected request, unless too many were logged recently."""
@@ -285,6 +290,13 @@ class ZmqServer:
         return descriptor
 
     # --- storage units
+
+    def _identify(self, item: c.Identify, caller: bytes) -> None:
+        """Tell a storage unit the name of the service. Raises `ProtocolVersionError` for a unit of another version."""
+        assert self._facts is not None
+        if item.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
+        self._send(caller, zmq_frames.answer(0, zmq_frames.Identity(service=self._facts.service)))
 
     def _add_unit(self, handler: Handler, item: c.AddUnit, peer: zmq.Frame, request: bytes) -> None:
         """Pass the registration of a unit to the handler. If it is accepted, its connection now represents the unit."""
@@ -387,6 +399,4 @@ class ZmqServer:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=GOODBYE_MS)
-        if self._admission is not None:
-            self._admission.close()
         self._context.term()

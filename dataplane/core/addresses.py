@@ -97,9 +97,8 @@ def lasting_port() -> int:
     down, no outgoing connection is assigned the port. (With an ephemeral port, a client that reconnects to a server on
     this host could connect to itself.)"""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    # At least 1000 ports to pick from, even if the ephemeral range begins lower. `first - 1`: a caller may also
-    # take the next port.
-    return pick(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
+    # At least 1000 ports to pick from, even if the ephemeral range begins lower.
+    return pick(LOWEST_PORT, max(first, LOWEST_PORT + 1000))
 
 
 def is_loopback(host: str) -> bool:
@@ -112,8 +111,7 @@ def require_guard_beyond_loopback(host: str, *, guarded: bool) -> None:
     if not guarded and not is_loopback(host):
         raise ValueError(
             f"host {host!r} is not loopback, so other machines can reach it. Set a token (config.token, token_file, tq "
-            "serve --token-file, TQ_TOKEN) or mutual TLS (tls_cert_file, tls_key_file, tls_ca_file; tq serve "
-            "--tls-cert, --tls-key, --tls-ca), allow unauthenticated access (insecure=True, --insecure), or listen on "
+            "serve --token-file, TQ_TOKEN), allow unauthenticated access (insecure=True, --insecure), or listen on "
             "127.0.0.1"
         )
 

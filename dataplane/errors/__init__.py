@@ -33,7 +33,6 @@
     ├── ServiceError (ConnectionError)
     │   ├── ServiceUnavailableError     the service does not respond at the address
     │   ├── AuthenticationError         token missing or wrong
-    │   ├── TlsError                    only one end uses TLS, or a certificate was rejected
     │   ├── ProtocolVersionError        client and controller have different protocol versions; names both
     │   ├── SessionExpiredError         the service ended this session
     │   ├── SessionInterruptedError     an interrupt of a call ended this session

@@ -33,15 +33,6 @@ class AuthenticationError(ServiceError):
         super().__init__(f"{peer} rejected this client: {why}. {remedy}", peer=peer, why=why, hint=hint)
 
 
-class TlsError(ServiceError):
-    """Only one end of the connection uses TLS, or one end rejected the other's certificate."""
-
-    grpc_status = "UNAUTHENTICATED"
-
-    def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(f"no secure connection to {address}: {why}", address=address, why=why)
-
-
 class ProtocolVersionError(ServiceError):
     """Client and service have different protocol versions."""
 

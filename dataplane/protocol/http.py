@@ -33,7 +33,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from dataplane.core.addresses import (
-    is_loopback,
     join_address,
     reachable_host,
     resolve_host,
@@ -305,7 +304,8 @@ class HttpServer(ThreadingHTTPServer):
                 "this service requires its token: send 'Authorization: Bearer TOKEN' or log in",
                 {"WWW-Authenticate": f"Basic {REALM}"},
             )
-        guarded = self._context is not None and not is_loopback(self._host)
+        # Only holders of a certificate have come so far.
+        guarded = self._context is not None and self._context.verify_mode == ssl.CERT_REQUIRED
         if guarded or _names_this_machine(host):
             return None
         return _error(

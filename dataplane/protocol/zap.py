@@ -1,4 +1,4 @@
-"""Authentication of ZMQ peers in ZMQ's handshake, before any message of a peer is received.
+"""Authentication of the peers of a storage unit in ZMQ's handshake, before any message of a peer is received.
 
 Without encryption the mechanism is PLAIN: the user name is the instance, the password is the ticket's code. With CURVE
 the client's key pair is derived from the ticket, so its public key authenticates the client. A server asks its ZAP
@@ -8,7 +8,6 @@ handler (RFC 27) about each peer.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import os
@@ -25,9 +24,8 @@ from zmq.utils import z85
 from dataplane.core.limited_log import LimitedLog
 from dataplane.core.ports import bound_address, bound_to, copied
 from dataplane.core.zmq_io import readable, receive_event
-from dataplane.errors import TlsError
+from dataplane.protocol.auth import KeyPair, Ticket, encrypt
 from dataplane.protocol.fd_limits import share
-from dataplane.protocol.proof import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -46,28 +44,27 @@ ANOTHER_INSTANCE = b"500"
 
 
 class Admission:
-    """The ZAP handler, in a separate thread, for all guarded sockets of `context`. It rejects every peer until `admit`.
+    """The ZAP handler, in a separate thread, for all guarded sockets of `context`: it accepts peers with `ticket`.
 
     name: the guarded server's name, for the log. keys: use CURVE. on_refused: called in that thread for each peer
-    without the secret; must not block. Call `close` before the context is terminated.
-
-    `_ticket`: the ticket that peers must present; None: reject every peer. `_curve_key`: with CURVE, the public key of
-    a client with this ticket.
+    without the ticket; must not block. Call `close` before the context is terminated.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         name: str,
-        keys: ServerKeys | None = None,
+        ticket: Ticket,
+        keys: KeyPair | None = None,
         *,
         on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._on_refused = on_refused
         self._keys = keys
-        self._ticket: Ticket | None = None
-        self._curve_key = b""
+        self._ticket = ticket
+        # The public key of a client with this ticket.
+        self._curve_key = b"" if keys is None else z85.decode(ticket.keys().public.encode())
         self._rejected = LimitedLog(log)
         self._socket: zmq.Socket[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="tq-zap", daemon=True)
@@ -87,14 +84,9 @@ class Admission:
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if self._keys is not None:
-            self._keys.guard(socket)
+            self._keys.serve(socket)
         else:
             socket.set(zmq.PLAIN_SERVER, 1)
-
-    def admit(self, ticket: Ticket | None) -> None:
-        """Accept only new peers that present this ticket. Callable from any thread."""
-        self._curve_key = b"" if ticket is None else z85.decode(zmq.curve_public(_secret_key(ticket)))
-        self._ticket = ticket
 
     def complain(self, peer: str, why: str) -> None:
         """Log a rejected peer. Callable from any thread."""
@@ -143,8 +135,6 @@ class Admission:
         """Return the status for the credentials that a peer presented: its public key with CURVE, its user name and
         password with PLAIN."""
         ticket = self._ticket
-        if ticket is None:
-            return REFUSED
         if mechanism == b"CURVE":
             return TAKEN if hmac.compare_digest(shown[0], self._curve_key) else REFUSED
         if mechanism != b"PLAIN":  # a peer without credentials
@@ -206,48 +196,9 @@ class Handshakes:
 
 def present(socket: zmq.Socket[Any], ticket: Ticket | None, curve_key: str = "") -> None:
     """Make `socket` present `ticket` (None: no ticket) to the servers it connects to from now on. curve_key: encrypt
-    for the server with this public key ("": no encryption). Raises `TlsError` if this ZMQ has no CURVE."""
+    for the server with this public key ("": no encryption). Raises ValueError if this ZMQ has no CURVE."""
     if curve_key:
-        encrypt(socket, curve_key, None if ticket is None else _secret_key(ticket))
+        encrypt(socket, curve_key, None if ticket is None else ticket.keys())
     elif ticket is not None:
         socket.set(zmq.PLAIN_USERNAME, ticket.instance.encode())
         socket.set(zmq.PLAIN_PASSWORD, ticket.code.encode())
-
-
-def _secret_key(ticket: Ticket) -> bytes:
-    """Return the secret CURVE key, in z85, that all clients of the instance share."""
-    return z85.encode(hashlib.sha256(b"tq curve\0" + ticket.code.encode()).digest())
-
-
-class ServerKeys:
-    """A new key pair. `public` (40 characters of z85) is for clients. Raises `TlsError` if this ZMQ has no CURVE."""
-
-    def __init__(self) -> None:
-        require_curve("a service with TLS")
-        public, self._secret = zmq.curve_keypair()
-        self.public = public.decode()
-
-    def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Require encryption with `public` at the endpoints that `socket` binds from now on."""
-        socket.curve_server = 1
-        socket.curve_secretkey = self._secret
-
-
-def encrypt(socket: zmq.Socket[Any], server_key: str, own_key: bytes | None = None) -> None:
-    """Make `socket` connect only to the server with the public key `server_key`, from now on. own_key: the client's
-    secret key (z85; by default a new one). Raises `TlsError` if this ZMQ has no CURVE."""
-    require_curve("a client of a service with TLS")
-    secret = own_key or zmq.curve_keypair()[1]
-    socket.curve_publickey = zmq.curve_public(secret)
-    socket.curve_secretkey = secret
-    socket.curve_serverkey = server_key.encode()
-
-
-def require_curve(who: str) -> None:
-    """Raise `TlsError` if this ZMQ cannot encrypt."""
-    if not zmq.has("curve"):
-        raise TlsError(
-            address="ZMQ",
-            why=f"{who} needs libzmq with CURVE, but libzmq {zmq.zmq_version()} was built without it. Install a "
-            "pyzmq wheel, which includes CURVE",
-        )

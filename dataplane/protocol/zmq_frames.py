@@ -2,8 +2,8 @@
 
 A request is the encoded form of an input (`ledger.encoding.messages`). A reply is a frame: msgpack of the id of its
 call, "ok" and the encoded result, or the name of an error and its facts. A message carries any number of replies, and
-up to `MAX_JOINED` requests. A storage unit sends `AddUnit` and then its reports. Each has one reply, in their order.
-Orders to the unit are replies to nothing.
+up to `MAX_JOINED` requests. A storage unit sends `Identify`, `AddUnit` and then its reports. Each has one reply, in
+their order. Orders to the unit are replies to nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 """`MAX_MESSAGE_BYTES` plus the overhead of CURVE."""
 REQUEST_FRAME_BYTES = 256 << 10
-"""A longer request is split into frames, because the service may hold one frame of a peer without a valid ticket."""
+"""A longer request is split into frames, because the service may hold one frame of a peer without the token."""
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 JOINED = b""
 """The first frame of a message with several requests."""
@@ -43,7 +43,7 @@ MAX_JOINED = 32
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def request(item: c.Input) -> list[bytes]:
+def request(item: c.Input | c.Identify) -> list[bytes]:
     """Return the frames of an input: one, or several if its encoded form is long. Raises `RequestTooLargeError`."""
     body = messages.encode(item)
     if len(body) > MAX_MESSAGE_BYTES:
@@ -182,11 +182,17 @@ class HeartbeatReply(c.Value, frozen=True, kw_only=True):
     min_heartbeat_s: float
 
 
+class Identity(c.Value, frozen=True, kw_only=True, tag=True):
+    """The reply to an `Identify`: the name of the service's state, which is stored with the state."""
+
+    service: str
+
+
 class ReportHandled(c.Value, frozen=True, kw_only=True, tag=True):
     """The reply to a report of a storage unit, which therefore needs no repetition."""
 
 
-UnitMessage = c.UnitAdded | c.UnitOrder | ReportHandled
+UnitMessage = Identity | c.UnitAdded | c.UnitOrder | ReportHandled
 """What the body of a reply to a storage unit is."""
 
 WELCOME = messages.decoder(Welcome)

@@ -26,9 +26,9 @@ from dataplane.core.inner_slice import InnerSlice
 from dataplane.core.zmq_io import Waker
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
 from dataplane.ledger.commands import UnitInfo
+from dataplane.protocol.auth import Ticket
 from dataplane.protocol.fd_limits import enough_for
 from dataplane.protocol.pb import bulk_pb2 as pb
-from dataplane.protocol.proof import Ticket
 from dataplane.storage.endpoints import candidates
 from dataplane.storage.mapped_arena import MappedArena
 from dataplane.storage.session_lock import SessionLock
@@ -91,7 +91,7 @@ class UnitConnection:
         self.local = False
         self.arena: MappedArena | None = None
         self._session = session
-        self._ticket = Ticket.of(token, info.arena_path, str(info.epoch))
+        self._ticket = Ticket.of(token, info.arena_path, info.epoch)
         self._owner = os.getpid()
         self._memory = BufferPool(0) if memory is None else memory
         self._context = zmq.Context() if context is None else context

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
-from dataplane.config import TlsFiles
 from dataplane.core.addresses import resolve
 from dataplane.core.durations import LONGEST_S, Backoff
 from dataplane.core.failpoints import failpoint
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.core.zmq_io import NOBLOCK, Waker, arrived, poll_ms, readable, receive_event, send
 from dataplane.errors import (
     AuthenticationError,
@@ -32,14 +32,20 @@ from dataplane.errors import (
     ProtocolVersionError,
     ServiceRestartedError,
     ServiceUnavailableError,
-    TlsError,
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
-from dataplane.protocol.controller_socket import Socket, probe, unconnected_dealer, zmq_address_of
+from dataplane.protocol.controller_socket import (
+    FAILED,
+    REJECTIONS,
+    Socket,
+    is_rejected,
+    unconnected_dealer,
+    wrong_token,
+)
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
-from dataplane.protocol.server_keys import ConnectionKeys, keys_of
+from dataplane.protocol.greeting import reach
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +60,9 @@ PING_S = 5.0
 SILENT_S = 30.0
 """ZMQ pings the controller every `PING_S`. An end that receives nothing closes the connection `SILENT_S` after the last
 ping that was answered."""
-CLOSED = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
-ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""Events of a connection that has ended. After the first two alone, the cause is unknown."""
-FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
+ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
+"""Events of a connection that has ended."""
+FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError)
 """Permanent errors of a registration, which is not retried."""
 TRANSIENT = (ServiceRestartedError, ServiceUnavailableError)
 """Transient errors, after which `open` registers the unit again."""
@@ -100,14 +105,12 @@ class UnitLink:
         address: str,
         token: str | None,
         *,
-        tls: TlsFiles | None = None,
         timeout_s: float = 10.0,
         opening_s: float = OPENING_S,
         reconnect_s: float = 60.0,
     ) -> None:
         self._address = address
         self._token = token
-        self._tls = tls
         self._timeout_s = timeout_s
         self._opening_s = opening_s
         self._reconnect_s = reconnect_s
@@ -140,19 +143,19 @@ class UnitLink:
         add: c.AddUnit,
         on_order: Callable[[c.UnitOrder], None],
         *,
-        on_proven: Callable[[ConnectionKeys], None] = lambda keys: None,
+        on_service: Callable[[str], None] = lambda service: None,
         on_added: Callable[[int], None] = lambda unit: None,
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
-        """Register the unit at the controller and return its id. `on_proven` is called with the service's proven
-        keys before each registration; `on_added` with the id after each; `on_order` for each order, in order;
+        """Register the unit at the controller and return its id. `on_service` is called with the name of the service's
+        state before each registration; `on_added` with the id after each; `on_order` for each order, in order;
         `start_over` when the controller has no record of the id: it empties the unit and returns its new registration.
         The callbacks run in this thread, later in the link's. An exception of a callback ends the link.
 
         Blocks for at most `opening_s`, and registers again until then if the service restarts meanwhile. Later attempts
         are abandoned after about twice `timeout_s` without a reply. Raises `ServiceUnavailableError` (at once if
-        nothing listens), `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` if the arena
-        is already registered, `ServiceRestartedError` if the controller has no record of the unit's id and there is no
+        nothing listens), `AuthenticationError`, `ProtocolVersionError`, `InvalidRequestError` if the arena is already
+        registered, `ServiceRestartedError` if the controller has no record of the unit's id and there is no
         `start_over`, `CallTimeoutError`, `ClientClosedError` after `close`, and the errors of the callbacks.
         """
         self._become(LinkState.OPENING)
@@ -160,7 +163,7 @@ class UnitLink:
         self._on_order = on_order
         self._on_added = on_added
         self._start_over = start_over
-        self._on_proven = on_proven
+        self._on_service = on_service
         try:
             with enough_for(self._address, least=OF_A_CONTEXT):
                 self._context = zmq.Context()
@@ -230,6 +233,7 @@ class UnitLink:
     def _open(self, deadline: float) -> None:
         """Register the unit for the first time."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        rejections = 0
         while True:
             connection = self._connect(deadline)
             try:
@@ -237,6 +241,9 @@ class UnitLink:
                 return
             except _BrokenError as broken:
                 error = broken.cause
+                rejections += broken.rejected
+            if rejections == REJECTIONS:
+                raise wrong_token(self._address)
             if not isinstance(error, TRANSIENT) or self._end_reason(error, deadline):
                 raise error
             self._pause(backoff.take())
@@ -295,23 +302,19 @@ class UnitLink:
             raise ClientClosedError()
 
     def _connect(self, deadline: float) -> _Connection:
-        """Verify the service at the resolved address, and connect to its ZMQ server."""
+        """Connect to the ZMQ server of the service at the resolved address."""
         assert self._context is not None
         address = resolve(self._address)
-        keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check_open)
-        zmq_address = zmq_address_of(keys.address)
-        probe(address, zmq_address, max(deadline - time.monotonic(), FIRST_PAUSE_S))
-        self._on_proven(keys)
+        reached = reach(address, self._token, deadline, self._check_open)
         with enough_for(address):
-            self._connection = _Connection(self._context, address, f"tcp://{zmq_address}", keys)
+            self._connection = _Connection(self._context, address, f"tcp://{reached}", self._token)
         return self._connection
 
     def _register(self, connection: _Connection, deadline: float) -> None:
-        """Send the registration and wait until the controller accepts it. Raises `_BrokenError` if it does not."""
+        """Ask for the service's name, which `_exchange` answers with the registration, and wait until the controller
+        accepts it. Raises `_BrokenError` if it does not."""
         began = time.monotonic()
-        with self._changed:
-            assert self._add is not None
-            connection.send(self._add)
+        connection.send(c.Identify(protocol_version=PROTOCOL_VERSION))
         while self._state is not LinkState.REGISTERED:
             self._check_open()
             now = time.monotonic()
@@ -387,6 +390,10 @@ class UnitLink:
         self._waker.clear()
         for message in connection.received():
             match message:
+                case zmq_frames.Identity():
+                    self._on_service(message.service)
+                    assert self._add is not None
+                    connection.send(self._add)
                 case zmq_frames.ReportHandled():
                     with self._changed:
                         self._reports.popleft()
@@ -399,19 +406,21 @@ class UnitLink:
 
 class _BrokenError(Exception):
     """The connection ended, the controller rejected a message (`cause` is its error), or it did not answer in time.
-    Only within this module."""
+    rejected: it rejected the handshake. Only within this module."""
 
-    def __init__(self, cause: DataPlaneError) -> None:
+    def __init__(self, cause: DataPlaneError, *, rejected: bool = False) -> None:
         super().__init__(cause)
         self.cause = cause
+        self.rejected = rejected
 
 
 class _Connection:
     """One connection to the ZMQ server of the controller at `address`. ZMQ does not restore it. For one thread."""
 
-    def __init__(self, context: zmq.Context[Socket], address: str, endpoint: str, keys: ConnectionKeys) -> None:
+    def __init__(self, context: zmq.Context[Socket], address: str, endpoint: str, token: str | None) -> None:
         self._address = address
-        self._dealer = unconnected_dealer(context, endpoint, keys)
+        self._began = time.monotonic()
+        self._dealer = unconnected_dealer(context, endpoint, token)
         self._dealer.set(zmq.RECONNECT_IVL, -1)
         self._dealer.set(zmq.RCVHWM, 0)  # a unit that executes an order delays no other one in the controller
         self._dealer.set(zmq.HEARTBEAT_IVL, int(1000 * PING_S))
@@ -420,7 +429,7 @@ class _Connection:
         self._monitor = self._dealer.get_monitor_socket(ENDS, f"inproc://tq-{secrets.token_hex(8)}")
         self._dealer.connect(endpoint)
 
-    def send(self, item: c.Input) -> bool:
+    def send(self, item: c.Identify | c.Input) -> bool:
         """Send a registration or report. Return False if the queue is full. Does not block."""
         try:
             send(self._dealer, zmq_frames.request(item), NOBLOCK)
@@ -446,8 +455,10 @@ class _Connection:
             raise _BrokenError(error) from error
         if event is not None:
             self.close()
-            why = "it closed the connection" if event in CLOSED else "it rejected the keys that it has just issued"
-            raise _BrokenError(ServiceUnavailableError(address=self._address, why=why))
+            has_failed = bool(event & FAILED)
+            why = "it ended the handshake; it may have another token" if has_failed else "it closed the connection"
+            rejected = has_failed and is_rejected(time.monotonic() - self._began)
+            raise _BrokenError(ServiceUnavailableError(address=self._address, why=why), rejected=rejected)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -49,9 +49,9 @@ from dataplane.ledger.commands import (
     SessionGone,
     UnitReport,
 )
+from dataplane.protocol.auth import KeyPair, Ticket
 from dataplane.protocol.pb import bulk_pb2 as pb
-from dataplane.protocol.proof import Ticket
-from dataplane.protocol.zap import Admission, Handshakes, ServerKeys
+from dataplane.protocol.zap import Admission, Handshakes
 from dataplane.protocol.zmq_frames import TLS, beginning, is_tls
 from dataplane.storage.arena import Arena
 from dataplane.storage.endpoints import bind
@@ -91,8 +91,8 @@ class BulkServer:
     epoch: the epoch of the arena; requests for another epoch are rejected.
     report: called in the server's thread with each report for the ledger; must not block.
     advertise_host: the host under which remote clients reach `tcp_host`, if it differs (0.0.0.0).
-    token: the secret from which peers derive their ticket for this epoch of the arena; `admit` may set it later.
-    insecure: allow a `tcp_host` other than loopback with neither token nor keys. keys: encrypt connections with CURVE.
+    token: from which peers derive their ticket for this epoch of the arena. keys: encrypt connections with CURVE; they
+    require a token. insecure: allow a `tcp_host` other than loopback without a token.
     counts: the counters of served requests. engine: an additional payload transport; the server closes it.
     lock_directories: the directories of clients' session locks; by default the arena's directory and this user's
     directory in /dev/shm.
@@ -106,7 +106,7 @@ class BulkServer:
         token: str | None,
         report: Callable[[UnitReport], None],
         insecure: bool = False,
-        keys: ServerKeys | None = None,
+        keys: KeyPair | None = None,
         engine: UnitPayloads | None = None,
         tcp_host: str | None = None,
         tcp_port: int = 0,
@@ -121,7 +121,7 @@ class BulkServer:
         self._report = report
         self._keys = keys
         self._engine = engine
-        self._is_guarded = insecure or token is not None or keys is not None  # may listen beyond loopback
+        self._is_guarded = insecure or token is not None  # may listen beyond loopback
         self._tcp_host = tcp_host
         self._tcp_port = tcp_port
         self._advertise_host = advertise_host
@@ -147,7 +147,7 @@ class BulkServer:
     def start(self) -> None:
         """Bind the sockets, set `endpoints` and start the thread. Raises PortTakenError if `tcp_port` is in use,
         ServiceUnavailableError if a socket cannot be bound for another reason, ValueError for a tcp_host other than
-        loopback without token, keys or `insecure`."""
+        loopback without token or `insecure`."""
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -157,11 +157,11 @@ class BulkServer:
             self._router.set(zmq.SNDHWM, PEER_REPLIES)
             self._router.set(zmq.RCVHWM, PEER_REQUESTS)
             self._router.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            if self._token is not None or self._keys is not None:
+            ticket = Ticket.of(self._token, str(self._arena.path), self._epoch)
+            if ticket is not None:
                 name = f"the storage unit at {self._arena.path}"
-                self._admission = Admission(self._context, name, self._keys, on_refused=self._count_refused)
+                self._admission = Admission(self._context, name, ticket, self._keys, on_refused=self._count_refused)
                 self._admission.guard(self._router)  # before the router is bound
-                self.admit(self._token)
                 self._monitor = self._router.get_monitor_socket(Handshakes.EVENTS)
             self._frames = UnitFrames(self._router, self._fault)
             self.endpoints = bind(
@@ -189,12 +189,6 @@ class BulkServer:
     def unit(self, unit_id: int) -> None:
         self._unit = unit_id
         self._wake_thread()
-
-    def admit(self, token: str | None) -> None:
-        """Require the ticket derived from this secret from new peers; "" or None: reject every peer. Callable from any
-        thread. No-op for a unit with neither token nor keys."""
-        if self._admission is not None:
-            self._admission.admit(Ticket.of(token, str(self._arena.path), str(self._epoch)))
 
     @property
     def attached(self) -> int:

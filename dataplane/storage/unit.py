@@ -22,11 +22,10 @@ from dataplane.core.metrics import Sheet
 from dataplane.core.private_dir import in_own_directory, leave
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
+from dataplane.protocol.auth import KeyPair
 from dataplane.protocol.fd_limits import require_enough
 from dataplane.protocol.http import HttpRequest, HttpServer, Response, metrics, plain
-from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.protocol.tls import server_context
-from dataplane.protocol.zap import ServerKeys
 from dataplane.storage.arena import PAGE_BYTES, Arena
 from dataplane.storage.arena_record import Adopted, UnitRecord
 from dataplane.storage.capacity import arena_capacity, sweep_directories
@@ -94,14 +93,14 @@ class StorageUnit:
         require_enough()  # files that this process may open
         config = self._config
         sweep_directories(config)
-        self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
+        self._link = UnitLink(self._controller, config.secret(), reconnect_s=config.reconnect_s)
         if self._given_up:  # read after `_link` is set: a later `give_up` closes the link
             raise ClientClosedError(why="the storage unit was stopped during its start")
         registration = self._start_server(self._link)  # also opens the arena
         self._link.open(
             registration,
             on_order=self._execute_order,
-            on_proven=self._check_service,
+            on_service=self._check_service,
             on_added=self._set_unit_id,
             start_over=self._start_over,
         )
@@ -112,7 +111,8 @@ class StorageUnit:
     def _start_server(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Open the arena, start the bulk server, and return the unit's registration. anew: use an empty arena."""
         config = self._config
-        keys = ServerKeys() if config.tls else None
+        config.check_server()
+        keys = KeyPair.new() if config.encrypt_rows else None
         opened = self._open_arena(time.time_ns(), anew=anew)
         self._arena = opened.arena
         backed = self._arena.grow(min(FIRST_BACKING_BYTES, self._arena.capacity_bytes))
@@ -152,13 +152,11 @@ class StorageUnit:
             if self._bulk is not None:
                 self._bulk.order(order)
 
-    def _check_service(self, keys: ConnectionKeys) -> None:
-        """Check that the arena belongs to the service with these keys, and require its secret from clients."""
+    def _check_service(self, service: str) -> None:
+        """Check that the arena belongs to the service with this name."""
         with self._guard:
             if self._record is not None:
-                self._record.set_service(keys.service)
-            if self._bulk is not None:
-                self._bulk.admit(keys.secret)
+                self._record.set_service(service)
 
     def _set_unit_id(self, unit_id: int) -> None:
         """Use the id that the controller gave to the unit, and write it to the arena record."""

@@ -36,7 +36,8 @@ def main() -> None:
     ray.init()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     capacity = int(os.environ.get("TQ_CAPACITY_BYTES", 64 << 20))
-    with launch_service(capacity_bytes=capacity, timeout_s=START_S) as service, attached(service.config) as client:
+    launched = launch_service(capacity_bytes=capacity, http_port=0, timeout_s=START_S)
+    with launched as service, attached(service.config) as client:
         client.register_partition(PARTITION, ["input_ids"], num_samples=len(nodes) * ROWS, consumer_tasks=["policy"])
         places = [NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in nodes]
         put = [

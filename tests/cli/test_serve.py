@@ -586,7 +586,7 @@ def test_what_is_no_place(text: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_samples_and_bytes_a_second(security: dict[str, Any]) -> None:
     with serve({"capacity_bytes": 8 * MIB, "http_port": 0, **security}) as server:
         config = DataPlaneConfig(address=server.address, **security)
-        with connect(server.address, **security) as client:
+        with connect(server.address, token=security.get("token")) as client:
             client.register_partition("train", ["x"], None, ["policy"])
             client.put_samples(["a", "b"], "train", {"x": torch.zeros(2, 256)})
             client.get_samples(["a"], "train", ["x"])

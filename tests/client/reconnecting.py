@@ -53,7 +53,7 @@ def proxy_to() -> Iterator[Callable[[int], Proxy]]:
     made: list[Proxy] = []
 
     def proxy(port: int) -> Proxy:
-        made.append(Proxy(port, port + 1))
+        made.append(Proxy(port))
         return made[-1]
 
     yield proxy

@@ -102,9 +102,11 @@ def test_another_host_or_an_ipc_that_does_not_answer_is_served_over_tcp(
     connect = handshake.dealer_socket
     nobody = {"ipc": "ipc://@tq-nobody-listens-here"}
     monkeypatch.setattr(handshake, "IPC_WAIT_S", 0.05)
-    monkeypatch.setattr(handshake, "dealer_socket", lambda ctx, end, keys: connect(ctx, nobody.get(end[:3], end), keys))
+    monkeypatch.setattr(
+        handshake, "dealer_socket", lambda ctx, end, token: connect(ctx, nobody.get(end[:3], end), token)
+    )
     channel = open_channel(real)
-    assert channel.endpoint == f"tcp://{handshake.zmq_address_of(real.address)}"
+    assert channel.endpoint == f"tcp://{real.address}"
     register(channel)
     monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     other = open_channel(real)
@@ -414,10 +416,14 @@ def test_a_forked_child_opens_its_own_session_and_the_parents_lives_on(real: Con
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_service_cannot_be_started_in_a_child_of_one(real: Controller) -> None:
+def test_only_a_grpc_gateway_cannot_be_started_in_a_child_of_a_service(real: Controller) -> None:
     def child() -> None:
         with pytest.raises(InvalidRequestError, match="Start the service in a new process"):
-            Controller(QUICK).start()
+            Controller(replace(QUICK, grpc_port=0)).start()
+        with Controller(QUICK) as own:
+            channel = ControllerChannel.open(replace(QUICK, address=own.address))
+            channel.call(c.Units())
+            channel.close()
 
     assert in_fork(child) == 0
 
@@ -459,7 +465,7 @@ def test_closing_after_the_service_has_gone_is_quiet(soon: None) -> None:
 
 def test_the_server_refuses_what_is_no_request(real: Controller) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = handshake.dealer_socket(context, f"tcp://{handshake.zmq_address_of(real.address)}")
+    dealer = handshake.dealer_socket(context, f"tcp://{real.address}")
     try:
         for frames, why in (
             ([b"Units"], "malformed request"),

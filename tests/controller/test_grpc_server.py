@@ -31,7 +31,7 @@ from tests.grpc_errors import error_of
 
 pytestmark = pytest.mark.integration
 
-CONFIG = DataPlaneConfig(heartbeat_s=5.0)
+CONFIG = DataPlaneConfig(heartbeat_s=5.0, grpc_port=0)
 WAIT_S = 60.0
 OPEN = pb.OpenSessionRequest(nonce="n", host="h", name="grpc", protocol_version=PROTOCOL_VERSION)
 
@@ -52,14 +52,14 @@ def ledger() -> ScriptedLedger:
 def scripted(ledger: ScriptedLedger) -> Iterator[grpc.Channel]:
     with (
         Controller(CONFIG, ledger=ledger, epoch=ledger.epoch) as controller,
-        grpc.insecure_channel(controller.address) as channel,
+        grpc.insecure_channel(controller.grpc_address) as channel,
     ):
         yield channel
 
 
 @pytest.fixture
 def real() -> Iterator[grpc.Channel]:
-    with Controller(CONFIG, epoch=1) as controller, grpc.insecure_channel(controller.address) as channel:
+    with Controller(CONFIG, epoch=1) as controller, grpc.insecure_channel(controller.grpc_address) as channel:
         yield channel
 
 
@@ -127,7 +127,7 @@ def test_parked_commands_hold_no_thread_and_may_be_left(scripted: grpc.Channel, 
 def test_the_token_is_checked_on_everything_but_health() -> None:
     with (
         Controller(replace(CONFIG, token="secret"), epoch=1) as controller,
-        grpc.insecure_channel(controller.address) as channel,
+        grpc.insecure_channel(controller.grpc_address) as channel,
     ):
         control = stub(channel)
         for metadata in ((), (("authorization", "Bearer wrong"),)):
@@ -143,11 +143,11 @@ def test_every_method_of_every_service_at_the_port_wants_the_token() -> None:
     """But for the few that are made without it; also those that are not there."""
     with (
         Controller(replace(CONFIG, token="secret"), epoch=1) as controller,
-        grpc.insecure_channel(controller.address) as channel,
+        grpc.insecure_channel(controller.grpc_address) as channel,
     ):
         methods = {f"/tq.v1.Control/{each.name}" for each in pb.DESCRIPTOR.services_by_name["Control"].methods}
         hidden = {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.channelz.v1.Channelz/GetServers"}
-        for path in (methods | hidden) - {"/tq.v1.Control/GetKeys"}:
+        for path in methods | hidden:
             for metadata in ((), (("authorization", "Bearer wrong"),)):
                 with pytest.raises(grpc.RpcError) as caught:
                     channel.unary_unary(path)(b"", timeout=WAIT_S, metadata=metadata)
@@ -168,7 +168,7 @@ def test_health(real: grpc.Channel) -> None:
 def test_stopping_answers_those_who_wait(ledger: ScriptedLedger) -> None:
     ledger.answer = lambda call: None
     controller = Controller(CONFIG, ledger=ledger, epoch=1).start()
-    with grpc.insecure_channel(controller.address) as channel:
+    with grpc.insecure_channel(controller.grpc_address) as channel:
         waiting = stub(channel).Seal.future(pb.SealRequest(header=header(1)), timeout=WAIT_S)
         ledger.wait_for(c.Seal)
         controller.stop()

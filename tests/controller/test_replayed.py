@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import grpc
 import pytest
 
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.core.addresses import join_address, split_address
-from dataplane.protocol.controller_socket import zmq_address_of
+from dataplane.protocol.auth import controller_keys
 from dataplane.protocol.pb import control_pb2 as pb
 from tests.restarts import wait_until
-from tests.secure import tls
-from tests.test_security import asked, heard, hello, opening_message, own_keys
+from tests.test_security import asked, heard, hello
 
 pytestmark = pytest.mark.integration
 
 WAIT_S = 60.0
-FIRST_BYTES = {"grpc": 0, "zmq": 64}
-"""What the other end is to have answered before more is sent: ZMTP's greeting, of the same length, or nothing."""
+GREETING_BYTES = 64
+"""The other end is to have answered with as many before more is sent."""
 
 
 class Recorder:
@@ -65,49 +63,34 @@ class Recorder:
         self._listener.close()
 
 
-def channel(address: str, *, secure: bool) -> grpc.Channel:
-    if not secure:
-        return grpc.insecure_channel(address)
-    files = {name: Path(path).read_bytes() for name, path in tls().items()}
-    credentials = grpc.ssl_channel_credentials(files["tls_ca_file"], files["tls_key_file"], files["tls_cert_file"])
-    return grpc.secure_channel(address, credentials)
-
-
 def sessions_opened(client: DataPlaneClient) -> list[int]:
-    """Those of `hello` and `opening_message`."""
+    """Those of `hello`."""
     return [session.session for session in client.stats().sessions if session.name == "n"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "tls"])
-@pytest.mark.parametrize("endpoint", ["grpc", "zmq"])
-def test_what_was_recorded_of_a_client_opens_nothing_under_tls(endpoint: str, kind: str) -> None:
-    """Without it, it does: a session, here, once the first one has ended."""
-    settings: dict[str, Any] = tls() if kind == "tls" else {}
+@pytest.mark.parametrize("token", [None, "open-sesame-7f3a"])
+def test_what_was_recorded_of_a_client_opens_nothing_where_there_is_a_token(token: str | None) -> None:
+    """Without one, it does: a session, here, once the first one has ended."""
     with (
-        serve({"units": 0, "session_timeout_s": 600.0, **settings}) as server,
-        connect(server.address, **settings) as client,
+        serve({"units": 0, "session_timeout_s": 600.0, "token": token, "grpc_port": 0}) as server,
+        connect(server.address, token=token) as client,
     ):
-        target = server.address if endpoint == "grpc" else zmq_address_of(server.address)
-        with Recorder(target) as recorder:
-            if endpoint == "grpc":
-                with channel(recorder.address, secure=kind == "tls") as first:
-                    asked(first, "OpenSession", opening_message())
-            else:
-                own = own_keys(server.address, **settings)
-                assert heard(f"tcp://{recorder.address}", hello(), own.ticket, own.curve_key)
+        with Recorder(server.address) as recorder:
+            curve_key = controller_keys(token).public if token else ""
+            assert heard(f"tcp://{recorder.address}", hello(), curve_key=curve_key)
         (session,) = sessions_opened(client)
-        with channel(server.address, secure=kind == "tls") as direct:
-            asked(direct, "Bye", pb.ByeRequest(header=pb.Header(session=session, call_id=1)))
+        with grpc.insecure_channel(server.grpc_address) as direct:
+            shown = (("authorization", f"Bearer {token}"),)
+            asked(direct, "Bye", pb.ByeRequest(header=pb.Header(session=session, call_id=1)), shown)
         wait_until(lambda: not sessions_opened(client), "the session to have ended")
-        with socket.create_connection(split_address(target), timeout=WAIT_S) as peer:
-            first = FIRST_BYTES[endpoint]
-            peer.sendall(recorder.sent[:first])
+        with socket.create_connection(split_address(server.address), timeout=WAIT_S) as peer:
+            peer.sendall(recorder.sent[:GREETING_BYTES])
             answered = 0
-            while answered < first:
-                answered += len(peer.recv(first - answered)) or pytest.fail("it hung up")
+            while answered < GREETING_BYTES:
+                answered += len(peer.recv(GREETING_BYTES - answered)) or pytest.fail("it hung up")
             with contextlib.suppress(ConnectionError):
-                peer.sendall(recorder.sent[first:])
-                if kind == "plain":
+                peer.sendall(recorder.sent[GREETING_BYTES:])
+                if token is None:
                     wait_until(lambda: bool(sessions_opened(client)), "the session that the recording opens")
                     return
                 while peer.recv(1 << 16):

@@ -40,25 +40,34 @@ def containers(template: Document) -> list[Document]:
     return [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]
 
 
+def dockerfile(instruction: str) -> list[str]:
+    """The words of the image's CMD or HEALTHCHECK."""
+    lines = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    words: list[str] = yaml.safe_load(next(line for line in lines if line.startswith(instruction)).split("CMD")[1])
+    return words
+
+
+def health_checks() -> Iterator[tuple[str, tuple[list[str], list[str]]]]:
+    """Each container outside Kubernetes: its command, and the words of its health check."""
+    yield "Dockerfile", (dockerfile("CMD"), dockerfile("HEALTHCHECK"))
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    for name, service in compose["services"].items():
+        if "healthcheck" in service:
+            yield name, (service["command"], service["healthcheck"]["test"])
+
+
 def tq_commands() -> Iterator[tuple[str, list[str]]]:
     """Every `tq` command line in deploy/: where it is, and its words after `tq`."""
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     for name, service in compose["services"].items():
         if "tq_token" in service.get("secrets", ()) and service["image"].startswith("${TQ_IMAGE"):
             yield f"compose.yaml:{name}", service["command"]
-            test = service["healthcheck"]["test"]
-            if test[:2] == ["CMD", "tq"]:
-                yield f"compose.yaml:{name}:healthcheck", test[2:]
     for name, document in documents("kubernetes"):
         for template in pod_templates(document):
             for container in containers(template):
                 if "command" not in container:
                     yield f"{name}:{container['name']}", container["args"]
-    lines = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    yield "Dockerfile:CMD", yaml.safe_load(next(line for line in lines if line.startswith("CMD"))[3:])
-    health = yaml.safe_load(next(line for line in lines if line.startswith("HEALTHCHECK")).split("CMD")[1])
-    assert health[0] == "tq"
-    yield "Dockerfile:HEALTHCHECK", health[1:]
+    yield "Dockerfile:CMD", dockerfile("CMD")
     for number, line in enumerate((DEPLOY / "slurm" / "tq.sbatch").read_text(encoding="utf-8").splitlines(), 1):
         for words in re.findall(r"\btq (serve .*?|unit .*?)(?:\)|>|$)", line if "echo" not in line else ""):
             yield f"tq.sbatch:{number}", shlex.split(words.replace('"${unit[@]}"', ""))

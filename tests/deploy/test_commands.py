@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import dataplane
 from dataplane.storage.arena_record import discard
@@ -39,7 +37,7 @@ class Pods:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._ports = dict(zip((7040, 7041, 7042, 7043, 7044), itertools.count(free_ports(5)), strict=False))
+        self._ports = dict(zip((7040, 7041, 7043, 7044), itertools.count(free_ports(4)), strict=False))
         self.address = f"127.0.0.1:{self._ports[7040]}"
         self.running: list[subprocess.Popen[str]] = []
         (directory / "token").write_text(TOKEN)
@@ -71,10 +69,6 @@ class Pods:
         return process
 
     def probe(self, probe: dict[str, Any], container: dict[str, Any]) -> bool:
-        if "grpc" in probe:
-            with grpc.insecure_channel(f"127.0.0.1:{self._ports[probe['grpc']['port']]}") as channel:
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         named = {port["name"]: port["containerPort"] for port in container["ports"]}
         port = self._ports[named[probe["httpGet"]["port"]]]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{probe['httpGet']['path']}", timeout=60) as answer:

@@ -22,7 +22,16 @@ import yaml
 
 from dataplane.cli.output import size
 from dataplane.core.metrics import CATALOGUE
-from tests.deploy.manifests import DEPLOY, ROOT, Document, containers, documents, pod_templates, tq_commands
+from tests.deploy.manifests import (
+    DEPLOY,
+    ROOT,
+    Document,
+    containers,
+    documents,
+    health_checks,
+    pod_templates,
+    tq_commands,
+)
 from tests.documents import flags_of
 
 VERSIONS = ("1.31.0", "1.37.0")
@@ -61,8 +70,8 @@ def test_kubernetes_takes_it(given: Document, version: str) -> None:
 
 def test_the_schema_refuses_what_is_wrong() -> None:
     document = json.loads(json.dumps(KUBERNETES[1][1]))
-    document["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["grpc"]["port"] = "grpc"
-    with pytest.raises(kubernetes_validate.ValidationError, match="'grpc' is not of type 'integer'"):
+    document["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["periodSeconds"] = "often"
+    with pytest.raises(kubernetes_validate.ValidationError, match="'often' is not of type 'integer'"):
         kubernetes_validate.validate(document, VERSIONS[0], strict=True)
 
 
@@ -101,7 +110,7 @@ def test_every_kind_of_command_was_looked_at() -> None:
     verbs = {where.split(":")[0].split("/")[-1] + " " + words[0] for where, words in tq_commands()}
     expected = {f"{place} {verb}" for place in ("compose.yaml", "tq.sbatch") for verb in ("serve", "unit")}
     expected |= {"controller.yaml serve", "units.yaml unit", "trainer.yaml unit", "per-node.yaml unit"}
-    assert expected | {"Dockerfile serve", "Dockerfile status", "compose.yaml status"} == verbs
+    assert expected | {"Dockerfile serve"} == verbs
 
 
 @named(PODS)
@@ -143,17 +152,23 @@ def test_nobody_is_root(given: Document) -> None:
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
 
 
+@named(list(health_checks()))
+def test_health_checks_ask_at_the_http_port_of_the_command(given: tuple[list[str], list[str]]) -> None:
+    command, check = given
+    (port,) = re.findall(r"--http-port[= ](\d+)", " ".join(command))
+    assert check[-1] == f"http://127.0.0.1:{port}/healthz"
+
+
 @named([(name, document) for name, document in KUBERNETES if document["kind"] == "StatefulSet"])
 def test_ports_of_services_probes_and_commands_are_the_same(given: Document) -> None:
     (container,) = given["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     told = dict(word.split("=", 1) for word in container["args"] if "=" in word)
     first, http = int(told["--port"]), int(told["--http-port"])
-    is_unit = container["args"][0] == "unit"
-    assert ports == {"http": http} | ({"zmq": first} if is_unit else {"grpc": first, "zmq": first + 1})
+    assert ports == {"http": http, "zmq": first}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         kinds = {name: kind for name, kind in container[probe].items() if isinstance(kind, dict)}
-        assert kinds == ({"httpGet": {"path": "/healthz", "port": "http"}} if is_unit else {"grpc": {"port": first}})
+        assert kinds == {"httpGet": {"path": "/healthz", "port": "http"}}
     (service,) = [
         document
         for _, document in KUBERNETES

@@ -53,11 +53,11 @@ class Service:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "64m"]
+        command = [sys.executable, "-m", "dataplane", "serve", "--capacity", "64m", "--grpc-port", "0"]
         with log.open("wb") as errors:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().split()[-1]
+        self.address, self.grpc_address = (self._process.stdout.readline().split()[-1] for _ in range(2))
         controller = psutil.Process(self._process.pid)
         self.processes = [controller, *controller.children()]
 
@@ -131,8 +131,7 @@ def session(service: Service) -> Iterator[c.Opened]:
 
 
 def endpoint(service: Service) -> str:
-    host, port = split_address(service.address)
-    return f"tcp://{host}:{port + 1}"
+    return f"tcp://{service.address}"
 
 
 @contextlib.contextmanager
@@ -183,7 +182,7 @@ def attack_door(service: Service, session: int) -> None:
 
 def attack_headers(service: Service, session: int) -> None:
     """Commands in places that cannot be are answered all the same, on both ports."""
-    with dealer(endpoint(service)) as peer, grpc.insecure_channel(service.address) as channel:
+    with dealer(endpoint(service)) as peer, grpc.insecure_channel(service.grpc_address) as channel:
         stats = channel.unary_unary("/tq.v1.Control/Stats", bytes, bytes)
         least = -(1 << 63)
         for place in ((session, -1, 1), (-1, 1, 1), (session, 1, -1), (least, least, least), (1 << 62, 1, 1)):
@@ -205,7 +204,7 @@ def attack_grpc(service: Service, session: int) -> None:
 
     names = [method.name for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods]
     chance = random.Random(5)
-    with grpc.insecure_channel(service.address) as channel:
+    with grpc.insecure_channel(service.grpc_address) as channel:
         for method, body in requests(session, GRPC_CALLS, encoded):
             name = method if chance.random() < 0.8 else chance.choice(names)
             call = channel.unary_unary(f"/tq.v1.Control/{name}", identity, identity)
@@ -237,10 +236,10 @@ def attack_units(opened: c.Opened) -> None:
 
 def attack_sockets(service: Service, opened: c.Opened) -> None:
     """Bytes of no protocol, and what begins like one of theirs."""
-    host, port = split_address(service.address)
+    addresses = [service.address, service.grpc_address]
     units = [each.removeprefix("tcp://") for unit in opened.units for each in unit.endpoints if each.startswith("tcp")]
     chance = random.Random(13)
-    for address in [(host, port), (host, port + 1), *map(split_address, units)]:
+    for address in map(split_address, [*addresses, *units]):
         for number in range(RAW_CONNECTIONS):
             with socket.create_connection(address, timeout=WAIT_MS / 1000) as peer, contextlib.suppress(OSError):
                 peer.sendall(TCP_BEGINNINGS[number % len(TCP_BEGINNINGS)] + chance.randbytes(200))

@@ -27,10 +27,9 @@ from dataplane.errors import AuthenticationError, InternalError, InvalidRequestE
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import codec, zmq_frames
-from dataplane.protocol.controller_socket import zmq_address_of
+from dataplane.protocol.auth import check_token
 from dataplane.protocol.grpc_status import DETAILS_KEY, to_status
 from dataplane.protocol.pb import control_pb2 as pb
-from dataplane.protocol.proof import Secret, Ticket
 from dataplane.protocol.zmq_frames import MAX_JOINED
 from tests.profiles import budget
 from tests.protocol.values import from_message, grpc_request, of_type, plain
@@ -57,7 +56,7 @@ by_name = functools.partial(plain, by_name=True)
 
 def test_every_method_of_the_service_is_a_command_or_report() -> None:
     names = {each.__name__ for each in (*COMMANDS, *REQUESTS)}
-    assert {method.name for method in SERVICE.methods} == {"GetKeys"} | names
+    assert {method.name for method in SERVICE.methods} == names
     results = set()
     for command in COMMANDS:
         rpc = SERVICE.methods_by_name[command.__name__]
@@ -230,17 +229,12 @@ def test_other_frames_are_no_reply(frame: bytes) -> None:
 
 
 def test_the_token_is_checked_only_where_there_is_one() -> None:
-    Secret(None).check(b"whatever", peer="x")
-    Secret("s").check(b"s", peer="x")
+    check_token(None, b"whatever", peer="x")
+    check_token("s", b"s", peer="x")
     with pytest.raises(AuthenticationError, match="the token is wrong"):
-        Secret("s").check(b"t", peer="x")
+        check_token("s", b"t", peer="x")
     with pytest.raises(AuthenticationError, match="no token was given"):
-        Secret("s").check(b"", peer="x")
-    ticket = Ticket.of("s", "instance")
-    assert ticket is not None
-    Secret("s", ticket).check(ticket.code.encode(), peer="x")
-    with pytest.raises(AuthenticationError, match="the token is wrong"):
-        Secret("s", Ticket.of("s", "another instance")).check(ticket.code.encode(), peer="x")
+        check_token("s", b"", peer="x")
 
 
 def test_addresses_resolve() -> None:
@@ -248,7 +242,6 @@ def test_addresses_resolve() -> None:
     assert resolve("somewhere:there") == "there:80"
     assert resolve("localhost:1") == "localhost:1"
     assert resolve("[::1]:1") == "[::1]:1"
-    assert zmq_address_of("[::1]:1") == "[::1]:2"
     for bad in ("localhost", "host:port", ":80", "host:0", "host:99999", "host:²"):
         with pytest.raises(ValueError, match="is not host:port"):
             resolve(bad)

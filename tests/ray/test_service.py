@@ -14,11 +14,10 @@ import torch
 
 import dataplane
 from dataplane.core.private_dir import own_path
-from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
+from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError
 from tests.children import START_S
 from tests.metrics_read import scrape
 from tests.restarts import wait_until
-from tests.secure import tls
 from tests.web_client import ask
 from workers import LaunchedService, ServiceStartError, launch_service
 from workers.service.service import resolve_actor
@@ -50,16 +49,14 @@ def test_without_the_token_nobody_gets_in(service: LaunchedService, token: str |
         dataplane.connect(service.address, token=token)
 
 
-def test_settings_of_tls_reach_every_part_and_the_clients_config(ray_cluster: None) -> None:
-    named = tls("named", tls_server_name="tq.test")
-    with launch_service({**SMALL, **named}, name="secure") as secure:
+def test_encryption_of_rows_reaches_every_part(ray_cluster: None) -> None:
+    with launch_service({**SMALL, "encrypt_rows": True}, name="secure") as secure:
         assert len(secure.token) >= 32
-        with pytest.raises(TlsError, match="uses TLS"):
-            dataplane.connect(secure.address, token=secure.token)
         with dataplane.build_data_plane_client(replace(secure.config, force_remote=True), bootstrap=False) as client:
             client.register_partition("a", ["x"], 2, ["t"])
             meta = client.put_samples(["s", "t"], "a", {"x": torch.ones(2, 3)})
             assert client.get_batch(meta, ["x"])["x"].equal(torch.ones(2, 3))
+            assert all(unit.curve_key for unit in client._connections.get()._channel.units)
 
 
 def test_page_and_metrics_of_a_service_want_its_token(ray_cluster: None) -> None:

@@ -16,14 +16,11 @@ from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
 from dataplane.errors import (
     AuthenticationError,
-    CallTimeoutError,
     ClientClosedError,
     InvalidRequestError,
     ServiceUnavailableError,
 )
 from dataplane.ledger import commands as c
-from dataplane.protocol.proof import Ticket
-from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.storage import controller_link
 from dataplane.storage.controller_link import UnitLink
 from tests.controller.service import ScriptedLedger, add_unit
@@ -108,26 +105,18 @@ def test_the_ledgers_refusal_is_raised() -> None:
 def test_a_service_that_restarts_while_a_unit_registers_is_tried_again(
     ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unit has keys of the run before, which the new run rejects."""
-    real = controller_link.keys_of
-    stale = Ticket.of("secret", "the run before")
-    stays_stale = True
-
-    def keys_of(*asked: Any, **more: Any) -> ConnectionKeys:
-        keys = real(*asked, **more)
-        return replace(keys, ticket=stale) if stays_stale or len(tries) < 3 else keys
-
-    monkeypatch.setattr(controller_link, "keys_of", keys_of)
+    """It ends after it has answered the unit's greeting."""
     tries = counted(monkeypatch)
+    socket_for = controller_link.unconnected_dealer
+
+    def stale(context: Any, endpoint: str, token: str | None) -> Any:
+        return socket_for(context, endpoint, token if len(tries) > 1 else "of another service")
+
+    monkeypatch.setattr(controller_link, "unconnected_dealer", stale)
     with Controller(replace(CONFIG, token="secret"), ledger=ledger, epoch=1) as controller:
-        impatient = UnitLink(controller.address, "secret", opening_s=SLOW_S)
-        with pytest.raises((ServiceUnavailableError, CallTimeoutError)):
-            impatient.open(add_unit(), refuse)
-        tries.clear()
-        stays_stale = False
         link = UnitLink(controller.address, "secret")
         assert link.open(add_unit(), refuse) == 1
-        assert len(tries) == 3
+        assert len(tries) == 2
         assert len(ledger.of(c.AddUnit)) == 1
         link.close()
 
@@ -137,18 +126,18 @@ def test_a_service_that_is_slow_at_first_is_waited_for(
 ) -> None:
     """For longer than for any later answer."""
     slow = threading.Event()
-    apply, keys_of = ledger.apply, controller_link.keys_of
+    apply, reach = ledger.apply, controller_link.reach
 
     def late(item: c.Input) -> list[c.Output]:
         slow.wait(SLOW_S)
         return apply(item)
 
-    def late_keys(*asked: Any, **more: Any) -> Any:
+    def late_reach(*asked: Any, **more: Any) -> Any:
         slow.wait(SLOW_S)
-        return keys_of(*asked, **more)
+        return reach(*asked, **more)
 
     monkeypatch.setattr(ledger, "apply", late)
-    monkeypatch.setattr(controller_link, "keys_of", late_keys)
+    monkeypatch.setattr(controller_link, "reach", late_reach)
     link = UnitLink(scripted.address, None, timeout_s=SLOW_S / 10)
     assert link.open(add_unit(), refuse) == 1
     slow.set()
@@ -217,7 +206,7 @@ def test_both_ends_notice_that_the_other_one_has_vanished(
     monkeypatch.setattr(controller_link, "SILENT_S", 0.5)
     with Controller(replace(CONFIG, port=free_ports(2)), ledger=ledger, epoch=1) as controller:
         port = split_address(controller.address)[1]
-        with contextlib.closing(Proxy(port, port + 1)) as proxy:
+        with contextlib.closing(Proxy(port)) as proxy:
             pinged = threading.Event()
             proxy.carried = lambda content: pinged.set() if b"\4PING" in content else None
             link = UnitLink(f"127.0.0.1:{proxy.port}", None)

@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +15,6 @@ from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.errors import ArenaSpaceError, InvalidRequestError, ServiceRestartedError
 from dataplane.ledger import commands as c
-from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.storage import controller_link
 from dataplane.storage.controller_link import UnitLink
 from tests.controller.service import ScriptedLedger, add_unit
@@ -42,7 +40,7 @@ class Scene:
         port = free_ports(2)  # which nobody is given while no controller has it
         self.config = replace(CONFIG, port=port)
         self.controller = Controller(self.config, ledger=self.ledger, epoch=1).start()
-        self.proxy = Proxy(port, port + 1)
+        self.proxy = Proxy(port)
         self.links: list[UnitLink] = []
 
     def link(self, reconnect_s: float = 60.0, timeout_s: float = 10.0) -> UnitLink:
@@ -227,9 +225,9 @@ def test_closing_a_broken_link_is_quick(
 ) -> None:
     monkeypatch.setattr(controller_link, "CLOSE_S", WAIT_S)
     tries: list[str] = []
-    waits, keys_of = threading.Event(), controller_link.keys_of
+    waits, reach = threading.Event(), controller_link.reach
 
-    def trying(address: str, *asked: Any, check: Callable[[], None], **more: Any) -> ConnectionKeys:
+    def trying(address: str, token: str | None, deadline: float, check: Callable[[], None]) -> str:
         tries.append(address)
         looks = itertools.count()
 
@@ -238,9 +236,9 @@ def test_closing_a_broken_link_is_quick(
                 waits.set()
             check()
 
-        return keys_of(address, *asked, check=look, **more)
+        return reach(address, token, deadline, look)
 
-    monkeypatch.setattr(controller_link, "keys_of", trying)
+    monkeypatch.setattr(controller_link, "reach", trying)
     link = scene.link(timeout_s=10 * WAIT_S)
     link.open(add_unit(), ignore)
     scene.proxy.cut()

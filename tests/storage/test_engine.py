@@ -14,7 +14,7 @@ from dataplane.storage.transport.mooncake.engine_transport import EngineTranspor
 from dataplane.storage.transport.zmq import ClientFrames
 
 CONFIG = DataPlaneConfig(bulk_transport="mooncake", mooncake_host="test.invalid")
-TLS = {"tls_cert_file": "c", "tls_key_file": "k", "tls_ca_file": "a"}
+ENCRYPTED = {"encrypt_rows": True, "token": "t"}
 
 
 @pytest.fixture(params=["no wheel", "no library"])
@@ -75,16 +75,9 @@ def test_rdma_needs_its_devices(tmp_path, monkeypatch, found, wanted):
     [
         ({"bulk_transport": "pigeon"}, "zmq, mooncake"),
         ({"mooncake_protocol": "ib"}, "tcp, rdma"),
-        ({"bulk_transport": "mooncake", **TLS}, "does not encrypt"),
+        ({"bulk_transport": "mooncake", **ENCRYPTED}, "does not encrypt"),
     ],
 )
 def test_settings_that_do_not_go(settings, why):
     with pytest.raises(ValueError, match=why):
         DataPlaneConfig(**settings)
-
-
-def test_tls_from_the_environment_is_no_less_refused(monkeypatch):
-    for name in ("CERT", "KEY", "CA"):
-        monkeypatch.setenv(f"TQ_TLS_{name}_FILE", "f")
-    with pytest.raises(ValueError, match="does not encrypt"):
-        DataPlaneConfig(bulk_transport="mooncake").with_environment()

@@ -18,8 +18,8 @@ from dataplane.core.addresses import boot_id
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import from_wire
 from dataplane.ledger.commands import Input, UnitInfo
+from dataplane.protocol.auth import Ticket
 from dataplane.protocol.pb import bulk_pb2 as pb
-from dataplane.protocol.proof import Ticket
 from dataplane.protocol.zap import present
 from dataplane.storage.arena import Arena
 from dataplane.storage.client import UnitConnection

@@ -72,7 +72,7 @@ class CallSocket(Generic[W]):
         if dealer is None:
             session = self._calls.session
             with enough_for(session.endpoint):
-                dealer = dealer_socket(self._context, session.endpoint, session.keys)
+                dealer = dealer_socket(self._context, session.endpoint, session.token)
             self._dealer = dealer
             self.fd = int(dealer.fileno())
         return dealer
@@ -157,7 +157,7 @@ def say_bye(context: zmq.Context[Socket], calls: Calls) -> None:
     bye = calls.begin(c.Bye(), CLOSE_S)
     try:
         with enough_for(session.endpoint):
-            dealer = dealer_socket(context, session.endpoint, session.keys)
+            dealer = dealer_socket(context, session.endpoint, session.token)
     except ServiceUnavailableError as error:
         log.warning("Session close could not be sent: %s", error)
         return

@@ -1,12 +1,9 @@
-"""Open or resume a session through the ZMQ server, one port above the service's gRPC address.
+"""Open or resume a session through the controller's ZMQ server.
 
-This does not use gRPC, because clients live in training processes that fork (for example in data loaders), and gRPC
+No client imports gRPC, because clients live in training processes that fork (for example in data loaders), and gRPC
 does not support that: a process with active gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork
 support on), and with fork support off, its children cannot use gRPC at all. ZMQ has no such problem, so parent and
 child both use it.
-
-Before that, the client makes one small call to the gRPC server with `http2`: the server proves its identity and
-returns the keys of the ZMQ servers.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -35,13 +32,20 @@ from dataplane.errors import (
     ProtocolVersionError,
     ServiceRestartedError,
     ServiceUnavailableError,
-    TlsError,
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
-from dataplane.protocol.controller_socket import Socket, dealer_socket, probe, unconnected_dealer, zmq_address_of
-from dataplane.protocol.server_keys import OPEN, SILENT, ConnectionKeys, keys_of
+from dataplane.protocol.controller_socket import (
+    FAILED,
+    REJECTIONS,
+    Socket,
+    dealer_socket,
+    is_rejected,
+    unconnected_dealer,
+    wrong_token,
+)
+from dataplane.protocol.greeting import NO_SERVICE, SILENT, reach
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +58,18 @@ RESUME_STEP_S = 2.0
 LOOK_S = 0.1
 """Interval of the checks whether a pending connection attempt is still wanted."""
 
-_NO_SERVICE = "the server at this address is not a data plane service; check host and port"
 
+class _HandshakeFailedError(Exception):
+    """The ZMQ server ended the handshake after `took_s` seconds. Only within this module."""
 
-class _KeysChangedError(Exception):
-    """The ZMQ server rejects the keys that the service has just issued: the service restarted in between. Only within
-    this module."""
+    def __init__(self, took_s: float) -> None:
+        super().__init__()
+        self.took_s = took_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedSession:
-    """An open session. `endpoint` is the ZMQ endpoint for its commands and `keys` are the keys for it. `nonce`
+    """An open session. `endpoint` is the ZMQ endpoint for its commands, and `token` that of the service. `nonce`
     identifies the session when it is resumed. `durable`: the service keeps the session across a restart.
     `put_timeout_s`: default time that puts wait for space."""
 
@@ -76,7 +81,7 @@ class OpenedSession:
     heartbeat_s: float
     nonce: str
     durable: bool
-    keys: ConnectionKeys = OPEN
+    token: str | None = field(default=None, repr=False)
     put_timeout_s: float = PUT_TIMEOUT_S
 
 
@@ -86,8 +91,8 @@ def open_session(
     """Return a new session and the socket for its heartbeats. Block for at most `config.connect_timeout_s`.
 
     lock_path: path of the lock that the process holds if it may use shared memory. Raise `ServiceUnavailableError`
-    (immediately if the port is closed), `AuthenticationError`, `ProtocolVersionError`, `TlsError` if only one side
-    uses TLS or a certificate is rejected, ValueError for a config without an address or with unusable TLS files.
+    (immediately if the port is closed), `AuthenticationError`, `ProtocolVersionError`, ValueError for a config without
+    an address.
     """
     if not config.address:
         raise ValueError(
@@ -120,7 +125,7 @@ def resume_session(
         resumed, dealer = _connect(config, context, address, command, RESUME_STEP_S, given_up)
     except ServiceRestartedError as error:
         raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
-    except (AuthenticationError, ProtocolVersionError, TlsError) as error:
+    except (AuthenticationError, ProtocolVersionError) as error:
         # Not the service of this session: another one uses its address for now.
         raise ServiceUnavailableError(address=address, why=str(error)) from error
     # Epochs of a service only grow: a lower one means that it was started from an older state.
@@ -167,14 +172,18 @@ def _connect(
     timeout_s: float,
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
-    """Send `command` to open or resume a session, for up to `timeout_s`. Start over if the service restarts in
-    between. given_up: returns True once the result is no longer wanted."""
+    """Send `command` to open or resume a session, for up to `timeout_s`. given_up: returns True once the result is no
+    longer wanted. Raise `AuthenticationError` if the service rejects the token twice: once may be due to a restart."""
     deadline = time.monotonic() + timeout_s
+    rejected = 0
     while True:
         try:
             return _connect_once(config, context, address, command, deadline, given_up)
-        except _KeysChangedError:
-            log.info("Service at %s restarted during a connection attempt; retrying", address)
+        except _HandshakeFailedError as error:
+            rejected += is_rejected(error.took_s)
+            if rejected == REJECTIONS:
+                raise wrong_token(address) from None
+            log.info("Service at %s ended a handshake; connecting again", address)
 
 
 def _connect_once(
@@ -185,23 +194,22 @@ def _connect_once(
     deadline: float,
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
-    """Fetch the keys, connect to the ZMQ server and open or resume the session. Raise `_KeysChangedError` if that
-    server rejects the keys."""
+    """Connect to the ZMQ server and open or resume the session. Raise `_HandshakeFailedError` if that server ends the
+    handshake."""
 
     def check() -> None:
         if given_up():
             raise ClientClosedError()
 
-    keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
-    zmq_address = zmq_address_of(keys.address)
-    probe(address, zmq_address, max(deadline - time.monotonic(), LOOK_S))  # briefly, even at the deadline
-    dealer = unconnected_dealer(context, f"tcp://{zmq_address}", keys)
+    token = config.secret()
+    endpoint = f"tcp://{reach(address, token, deadline, check)}"
+    dealer = unconnected_dealer(context, endpoint, token)
     try:
-        with _rejection_monitor(dealer) as monitor:
-            dealer.connect(f"tcp://{zmq_address}")
-            reply = _request_reply(dealer, monitor, zmq_frames.request(command), address, zmq_address, deadline, check)
+        with _failure_monitor(dealer) as monitor:
+            dealer.connect(endpoint)
+            reply = _request_reply(dealer, monitor, zmq_frames.request(command), address, deadline, check)
         welcome = _welcome(reply.good_body(), address)  # `good_body` raises the error of a rejection
-        endpoint, dealer = _choose_endpoint(dealer, welcome, keys, context, zmq_address)
+        endpoint, dealer = _choose_endpoint(dealer, welcome, token, context, endpoint)
     except BaseException:
         dealer.close()
         raise
@@ -214,7 +222,7 @@ def _connect_once(
         heartbeat_s=min(welcome.heartbeat_s, config.heartbeat_s),
         nonce=command.nonce,
         durable=welcome.durable,
-        keys=keys,
+        token=token,
         put_timeout_s=welcome.put_timeout_s,
     )
     return session, dealer
@@ -225,7 +233,7 @@ def _welcome(body: msgspec.Raw, address: str) -> zmq_frames.Welcome:
     try:
         welcome: zmq_frames.Welcome = messages.decode_with(zmq_frames.WELCOME, body)
     except InternalError as error:
-        raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
+        raise ServiceUnavailableError(address=address, why=NO_SERVICE) from error
     return welcome
 
 
@@ -235,10 +243,9 @@ def is_slow(error: ServiceUnavailableError) -> bool:
 
 
 @contextlib.contextmanager
-def _rejection_monitor(dealer: Socket) -> Iterator[Socket]:
-    """Yield a socket that becomes readable when the server of `dealer` rejects its keys."""
-    event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    monitor = dealer.get_monitor_socket(event, f"inproc://tq-refused-{secrets.token_hex(8)}")
+def _failure_monitor(dealer: Socket) -> Iterator[Socket]:
+    """Yield a socket that becomes readable when the handshake of `dealer` fails."""
+    monitor = dealer.get_monitor_socket(FAILED, f"inproc://tq-failed-{secrets.token_hex(8)}")
     try:
         yield monitor
     finally:
@@ -251,21 +258,17 @@ def _request_reply(
     monitor: Socket,
     frames: list[bytes],
     address: str,
-    zmq_address: str,
     deadline: float,
     check: Callable[[], None],
 ) -> zmq_frames.Reply:
-    """Send the request and return the reply; resend it every `REPEAT_S` while a server listens. monitor: see
-    `_rejection_monitor`; if it becomes readable, raise `_KeysChangedError`. check: called often; may raise an error to
-    end the wait."""
+    """Send the request and return the reply; resend it every `REPEAT_S`. monitor: see `_failure_monitor`; if it becomes
+    readable, raise `_HandshakeFailedError`. check: called often; may raise an error to end the wait."""
     began = time.monotonic()
     repeat_at = began
     while (now := time.monotonic()) < deadline:
         check()
         if now >= repeat_at:
-            if now > began:  # before the first request, the caller has probed
-                probe(address, zmq_address, deadline - now)
-            # A server that rejects the keys may have disconnected already; then the message cannot be sent.
+            # A server that ended the handshake may have disconnected already; then the message cannot be sent.
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)
             repeat_at = now + REPEAT_S
@@ -274,7 +277,7 @@ def _request_reply(
         if dealer in ready:
             return _receive_reply(dealer, address)
         if monitor in ready:
-            raise _KeysChangedError
+            raise _HandshakeFailedError(time.monotonic() - began)
     why = f"a server listens, but it does not answer in time; {SILENT}"
     raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)  # the cause: see `is_slow`
 
@@ -283,18 +286,18 @@ def _receive_reply(dealer: Socket, address: str) -> zmq_frames.Reply:
     try:
         return zmq_frames.Reply.parse(dealer.recv_multipart())[0]  # others answer resends
     except DataPlaneError as error:
-        raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
+        raise ServiceUnavailableError(address=address, why=NO_SERVICE) from error
 
 
 def _choose_endpoint(
-    dealer: Socket, welcome: zmq_frames.Welcome, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
+    dealer: Socket, welcome: zmq_frames.Welcome, token: str | None, context: zmq.Context[Socket], tcp_endpoint: str
 ) -> tuple[str, Socket]:
     """Return the best endpoint that works from this process, and a socket to it on which a heartbeat of the session was
     sent. An ipc endpoint is used only if it answers the heartbeat; `dealer`, the TCP socket, is then closed."""
     heartbeat = zmq_frames.request(c.Heartbeat(session=welcome.opened.session))
     if welcome.host == boot_id():  # the service runs on this host
         for endpoint in (each for each in welcome.endpoints if each.startswith("ipc://")):
-            ipc_dealer = dealer_socket(context, endpoint, keys)
+            ipc_dealer = dealer_socket(context, endpoint, token)
             _send_heartbeat(ipc_dealer, heartbeat)
             if ipc_dealer.poll(int(IPC_WAIT_S * 1000)):
                 ipc_dealer.recv_multipart()
@@ -302,7 +305,7 @@ def _choose_endpoint(
                 return endpoint, ipc_dealer
             ipc_dealer.close()
     _send_heartbeat(dealer, heartbeat)
-    return f"tcp://{zmq_address}", dealer
+    return tcp_endpoint, dealer
 
 
 def _send_heartbeat(dealer: Socket, heartbeat: list[bytes]) -> None:

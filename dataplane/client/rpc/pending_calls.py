@@ -320,7 +320,7 @@ class OpenChannel:
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
-        self.unit_config = replace(config, token=session.keys.secret or None, token_file=None)
+        self.unit_config = replace(config, token=session.token, token_file=None)
         self.leftovers: Callable[[], Iterable[c.Command]] = list  # none, until the connection sets it
         self.on_units: Callable[[Iterable[c.UnitInfo]], None] = lambda units: None
 

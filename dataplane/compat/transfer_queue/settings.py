@@ -230,7 +230,7 @@ class Settings(dict[str, Any]):
         to be started).
 
         The default is "refuse". A job that is switched relies on the original's pickles, so its default is "pickle",
-        except at a service with neither a token nor TLS.
+        except at a service without a token.
         """
         if self.objects is not None:
             return str(self.objects)
@@ -238,7 +238,7 @@ class Settings(dict[str, Any]):
             return "refuse"
         config = found.with_environment() if found is not None else None
         # Unpickling runs code, so it requires a service that outsiders cannot write to.
-        if config is not None and config.tls is None and config.secret() is None:
+        if config is not None and config.secret() is None:
             return "refuse"
         warn_once(
             f"{VARIABLE} is set, so objects that no column can store are pickled; "

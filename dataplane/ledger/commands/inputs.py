@@ -57,6 +57,13 @@ class OpenSession(Input, frozen=True, kw_only=True):
     lock_path: str = ""
 
 
+class Identify(Value, frozen=True, kw_only=True, tag=True, array_like=True):
+    """A storage unit asks for the name of the service's state, before it sends `AddUnit`. The controller answers it
+    without the ledger."""
+
+    protocol_version: Int64
+
+
 class Heartbeat(Input, frozen=True, kw_only=True):
     """The session's client was heard from. Every `Call` implies this."""
 

@@ -32,7 +32,7 @@ MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 T = TypeVar("T")
 
-CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit | c.AddUnit | c.UnitReport
+CallersInput = c.Call | c.OpenSession | c.Heartbeat | c.DropUnit | c.Identify | c.AddUnit | c.UnitReport
 """The inputs that clients and storage units may send. All others come from the service itself."""
 _AnyInput = functools.reduce(operator.or_, c.Input.__subclasses__())
 _FIELDS = {kind.__name__: kind.__struct_fields__ for kind in c.Input.__subclasses__()}

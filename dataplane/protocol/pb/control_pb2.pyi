@@ -25,26 +25,6 @@ class Error(_message.Message):
     facts: bytes
     def __init__(self, name: _Optional[str] = ..., facts: _Optional[bytes] = ...) -> None: ...
 
-class GetKeysRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class Keys(_message.Message):
-    __slots__ = ("curve_key", "secret", "error", "instance", "proof", "service")
-    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
-    SECRET_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
-    SERVICE_FIELD_NUMBER: _ClassVar[int]
-    curve_key: str
-    secret: str
-    error: Error
-    instance: str
-    proof: bytes
-    service: str
-    def __init__(self, curve_key: _Optional[str] = ..., secret: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., instance: _Optional[str] = ..., proof: _Optional[bytes] = ..., service: _Optional[str] = ...) -> None: ...
-
 class OpenSessionRequest(_message.Message):
     __slots__ = ("nonce", "host", "name", "protocol_version", "session", "epoch", "lock_path")
     NONCE_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlStub(object):
-    """The controller. The first four methods belong to no session. The others are commands of a session,
+    """The controller. The first three methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -40,11 +40,6 @@ class ControlStub(object):
                 '/tq.v1.Control/OpenSession',
                 request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Welcome.FromString,
-                _registered_method=True)
-        self.GetKeys = channel.unary_unary(
-                '/tq.v1.Control/GetKeys',
-                request_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.GetKeysRequest.SerializeToString,
-                response_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Keys.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/tq.v1.Control/Heartbeat',
@@ -234,21 +229,13 @@ class ControlStub(object):
 
 
 class ControlServicer(object):
-    """The controller. The first four methods belong to no session. The others are commands of a session,
+    """The controller. The first three methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
     def OpenSession(self, request, context):
         """Opens a session. A repeated nonce finds the session that it opened, also in a later epoch of a
         service that keeps its state.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetKeys(self, request, context):
-        """Proves the identity of the service, and returns what a client needs for the ZMQ servers. Requires
-        no token. Returns its errors in the reply, so that clients need no gRPC library for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -534,11 +521,6 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.OpenSessionRequest.FromString,
                     response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Welcome.SerializeToString,
             ),
-            'GetKeys': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetKeys,
-                    request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.GetKeysRequest.FromString,
-                    response_serializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.Keys.SerializeToString,
-            ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
                     request_deserializer=dataplane_dot_protocol_dot_pb_dot_control__pb2.HeartbeatRequest.FromString,
@@ -733,7 +715,7 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """The controller. The first four methods belong to no session. The others are commands of a session,
+    """The controller. The first three methods belong to no session. The others are commands of a session,
     and their requests have a Header.
     """
 
@@ -754,33 +736,6 @@ class Control(object):
             '/tq.v1.Control/OpenSession',
             dataplane_dot_protocol_dot_pb_dot_control__pb2.OpenSessionRequest.SerializeToString,
             dataplane_dot_protocol_dot_pb_dot_control__pb2.Welcome.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetKeys(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tq.v1.Control/GetKeys',
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.GetKeysRequest.SerializeToString,
-            dataplane_dot_protocol_dot_pb_dot_control__pb2.Keys.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,8 +17,8 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane.core.failpoints import failpoint
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import AuthenticationError, ClientClosedError, from_wire
+from dataplane.protocol.auth import Ticket
 from dataplane.protocol.pb import bulk_pb2 as pb
-from dataplane.protocol.proof import Ticket
 from dataplane.protocol.zap import REFUSED, present
 from dataplane.storage.transport.request_chunks import Bytes
 
