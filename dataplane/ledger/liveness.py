@@ -128,7 +128,7 @@ class Liveness:
             self._record_heartbeat(session)
 
     def silent(self, item: SessionSilent) -> None:
-        """Handle the end of a client's liveness stream: probe the session at once."""
+        """Handle the end of the connection with a client's heartbeats: probe the session at once."""
         session = self.state.sessions.get(item.session)
         if session is not None and session.live:
             session.silent = True

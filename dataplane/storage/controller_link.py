@@ -193,7 +193,7 @@ class UnitLink:
 
     def close(self) -> None:
         """Close the connection after the controller has confirmed the queued reports, unless it is broken. Blocks for
-        up to `CLOSE_S`. Idempotent."""
+        about `CLOSE_S` at most. Idempotent."""
         with self._changed:
             if self._state is LinkState.NEW:
                 self._end()
@@ -202,9 +202,9 @@ class UnitLink:
                 self._become(LinkState.CLOSING)
         # A callback may call this in the link's thread, which cannot wait for itself.
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S)
+            self._thread.join(2 * CLOSE_S)
             if self._thread.is_alive():
-                log.error("Connection to the controller did not close within %.1f s", CLOSE_S)
+                log.error("Connection to the controller did not close within %.1f s", 2 * CLOSE_S)
 
     def _become(self, state: LinkState) -> None:
         """Change the state. Raises `ClientClosedError` if the link was closed."""

@@ -71,7 +71,8 @@ class Heartbeat(Input, frozen=True, kw_only=True):
 
 
 class SessionSilent(Input, frozen=True, kw_only=True):
-    """The session's liveness stream ended without a `Bye`: check at once whether its process still runs."""
+    """The connection with the session's heartbeats ended without a `Bye`: check at once whether its process still
+    runs."""
 
     session: Int64
 

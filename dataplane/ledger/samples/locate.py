@@ -233,7 +233,8 @@ class Reads:
         )
 
     def _session_stats(self, session: Session) -> c.SessionStats:
-        # Silent: its liveness stream ended, or no contact for two heartbeats, after which `Liveness` probes it.
+        # Silent: the connection with its heartbeats ended, or no contact for two heartbeats, after which
+        # `Liveness` probes it.
         silent_s = max(0.0, self.state.now - session.heard)
         is_silent = session.live and (session.silent or silent_s >= 2 * self.state.heartbeat_s)
         return c.SessionStats(

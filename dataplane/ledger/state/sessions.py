@@ -274,7 +274,7 @@ class Session:
         # Ledger time when a session that timed out during a pause of the ledger got one more
         # heartbeat.
         self.suspected: float | None = None
-        # Its liveness stream has ended, without a contact since.
+        # The connection with its heartbeats has ended, without a contact since.
         self.silent = False
 
     @property
