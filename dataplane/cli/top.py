@@ -389,8 +389,8 @@ def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: fl
         report = decode_flow_report(body)
     except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
         why = (
-            f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed, and the "
-            "service's token if it has one (--token-file or TQ_TOKEN)"
+            f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed, the "
+            "service's token if it has one (--token-file or TQ_TOKEN), and --tls-ca if the port has TLS"
         )
         raise ServiceUnavailableError(address=f"{host_port[0]}:{host_port[1]}", why=why) from error
     return _mean_rates(report, max(1, min(round(seconds), _LONGEST_MEAN_S)))  # the report has one value per second
