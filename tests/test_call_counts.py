@@ -11,7 +11,7 @@ import pytest
 MARGIN = 1.1
 """Operations may ask for space, or find other work, a little more often on another machine."""
 CALLS = {
-    "put": {"client": 60, "ledger": 52},
+    "put": {"client": 60, "ledger": 50},
     "get": {"client": 56, "ledger": 44},
     "claim": {"client": 54, "ledger": 60},
     "set_tags": {"client": 46, "ledger": 41},

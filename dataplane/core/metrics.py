@@ -84,7 +84,7 @@ UNITS = _families(
     unit_largest_free_bytes="Size of the largest free range.",
     unit_fragmentation_ratio="Fraction of the free bytes that is outside the largest free range.",
     unit_free_ranges="Free ranges.",
-    unit_extents="Extents with bytes. An extent is the memory of a small put, or of one column of another one.",
+    unit_extents="Extents with bytes: the memory of a small put, or of one column of another one.",
 )
 PARTITIONS = [
     *_families(

@@ -419,8 +419,8 @@ def kept(*_: Any) -> None:
     """Free nothing."""
 
 
-def greedy(extents: Extents, extent_id: int, due: list[tuple[int, int]], account: Account) -> None:
-    free_due(extents, extent_id, [(start, size + 64) for start, size in due], account)
+def greedy(extents: Extents, extent_id: int, due: list[tuple[int, int]]) -> None:
+    free_due(extents, extent_id, [(start, size + 64) for start, size in due])
 
 
 def late(table: Rows, name: str, generation: int, now: float) -> int:
@@ -462,7 +462,7 @@ cut = put_rows_module._cut
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "bytes are not charged": (Extents, "create_live", uncharged),
     "a sample is born late": (Rows, "create_one", late),
-    "dead parts stay": (Extents, "_release_parts", kept),
+    "dead parts stay": (Extents, "_release_part", kept),
     "a part is freed with its neighbour": (Extents, "_free_due", greedy),
     "tags are lost": (WAYS, "put", tagless),
     "the rest of the space begins too late": (put_rows_module, "_cut", shifted),

@@ -336,7 +336,14 @@ class Commits:
             elif not field.spec.accepts(column.spec):  # checked before: it can widen
                 field = partition.widen(column.name)
             cells = cells_at(column, sizes, pieces)
-            unused += self.make_column_live(partition, field, column, pieces, rows_copy, alone=alone)
+            unused += self.make_column_live(
+                partition,
+                field,
+                column,
+                pieces,
+                rows_copy,
+                alone=alone,
+            )
             replaced = field.write(rows, *cells)
             field.settle_for_put(column.spec)
             dead += partition.erase_other_columns(column.name, rows)
@@ -344,7 +351,7 @@ class Commits:
                 written.add(field_of(column.name))
             if replaced is not None:
                 dead.append(replaced)
-                overwritten_bytes += _overwritten_length(column, replaced.extents == 0) * column.spec.unit_bytes
+                overwritten_bytes += _overwritten_bytes(column, replaced.extents == 0)
         self.state.extents.release_cells(dead, partition.account)
         if unused:
             self.state.extents.free(np.unique(np.array(unused, np.int32)))
@@ -373,7 +380,8 @@ class Commits:
                 unused.append(extent)
                 continue
             several = None  # else the record for trimming an extent with several cells
-            if not alone and max(last - first, cells) > 1:  # a shared value counts once for each of its samples
+            # A shared value counts once for each of its samples.
+            if not alone and max(last - first, cells) > 1:
                 lengths = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
                 piece_rows = rows if len(pieces) == 1 else _rows_in_piece(column.index, rows, first, last)
                 several = Several((field,), piece_rows, total(lengths) * column.spec.unit_bytes)
@@ -381,14 +389,12 @@ class Commits:
         return unused
 
 
-def _overwritten_length(column: CommitColumn, fresh: Bools) -> int:
-    """Return the total length of the column's values that no `fresh` sample points at. fresh: which of the samples had
-    no value before."""
-    if column.index is None:
-        return total(column.lengths[~fresh])
+def _overwritten_bytes(column: CommitColumn, fresh: Bools) -> int:
+    """Return the bytes of the column's values that no `fresh` sample points at. fresh: which of the
+    samples had no value before."""
     lengths = column.lengths.copy()
-    lengths[column.index[fresh]] = 0
-    return total(lengths)
+    lengths[fresh if column.index is None else column.index[fresh]] = 0
+    return total(lengths) * column.spec.unit_bytes
 
 
 def _rows_in_piece(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int64s:

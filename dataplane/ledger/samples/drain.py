@@ -340,7 +340,7 @@ class Drains:
             extent_id = piece.extent
             if extent_id not in unused:  # a moved cell points at it
                 extents.adopt(extent_id, partition.account)
-                extents.trim(extent_id, partition.account)
+                extents.trim(extent_id)
         if unused:
             extents.free(np.array(unused, np.int32))
 

@@ -221,14 +221,20 @@ def _write_cells(
     offset = command.offset
     extent = extents.create_live(unit, offset, sum(sizes), account, count * len(sizes))
     first = 0
-    total_bytes = 0
     for column, nbytes in zip(plan.columns, sizes, strict=True):
         field = partition.fields[column.name]
         had_cells = field.extents[rows]
         replaced = int(np.count_nonzero(had_cells))
         if replaced:
-            places = field.offsets[rows], field.lengths[rows]
-            dead.append(DeadCells(had_cells, *places, field.unit_bytes, replaced))
+            dead.append(
+                DeadCells(
+                    had_cells,
+                    field.offsets[rows],
+                    field.lengths[rows],
+                    field.unit_bytes,
+                    replaced,
+                )
+            )
         if replaced < count:
             written.add(column.name)
         field.live += count - replaced
@@ -244,7 +250,6 @@ def _write_cells(
             field.offsets[index] = np.cumsum(value_bytes) - value_bytes + offset
             field.lengths[index] = values
             overwritten_bytes += int(value_bytes[had_cells > 0].sum()) if replaced else 0
-            total_bytes += int(value_bytes.sum())
         if field.checksums is not None:
             given = command.checksums[first : first + count]
             field.checksums[rows] = given or 0
@@ -252,7 +257,7 @@ def _write_cells(
         first += count
     if count > 1:
         fields = tuple([partition.fields[name] for name in plan.names])
-        extents.several[extent] = Several(fields, rows, total_bytes)
+        extents.several[extent] = Several(fields, rows, plan.nbytes(command.lengths))
     extents.release_cells(dead, account)
     return written, overwritten_bytes
 

@@ -12,7 +12,8 @@ of either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,7 +31,6 @@ RETIRING = 4
 """States of an extent, the last one within `release_cells` only."""
 FEW = 128
 """Up to this number of dead cells, their extents are first gone through one by one."""
-_ONE = np.int32(1)  # numpy is faster with numbers of the right size
 
 Pieces = list[tuple[int, int]]
 """(start, size) pairs, sorted by address."""
@@ -45,6 +45,10 @@ class DeadCells(NamedTuple):
     lengths: Int32s | Int64s
     unit_bytes: int
     cells: int
+
+    @property
+    def nbytes(self) -> Int64s:
+        return np.multiply(self.lengths, self.unit_bytes, dtype=np.int64)
 
 
 class CellColumns(Protocol):
@@ -157,18 +161,16 @@ class Extents:
             account.charge(size)
             self.loosened.add(owner)
         self.moved.add(owner)
-        return self._create(unit, start, size, RESERVED, owner)
+        return self._create(unit, start, size, RESERVED, owner, cells=0)
 
     def create_live(self, unit: int, start: int, size: int, account: Account, cells: int) -> int:
         """Create an extent as `reserve` does, for an account for which no put waits, with live
         cells as `add_cells` does."""
         account.charge(size)
         account.live_bytes += size
-        extent_id = self._create(unit, start, size, LIVE, account.account_id)
-        self.live[extent_id] = cells
-        return extent_id
+        return self._create(unit, start, size, LIVE, account.account_id, cells)
 
-    def _create(self, unit: int, start: int, size: int, state: int, owner: int) -> int:
+    def _create(self, unit: int, start: int, size: int, state: int, owner: int, cells: int) -> int:
         if self.spare:
             extent_id = self.spare.pop()
         else:
@@ -181,6 +183,7 @@ class Extents:
         self.sizes[extent_id] = size
         self.states[extent_id] = state
         self.owners[extent_id] = owner
+        self.live[extent_id] = cells
         return extent_id
 
     def cut(self, extent_id: int, start: int, nbytes: int) -> list[int]:
@@ -204,7 +207,13 @@ class Extents:
         self.sizes[extent_id] = bytes_after
         return [extent_id]
 
-    def add_cells(self, extent_id: int, cells: int, several: Several | None, account: Account) -> None:
+    def add_cells(
+        self,
+        extent_id: int,
+        cells: int,
+        several: Several | None,
+        account: Account,
+    ) -> None:
         """Add live cells (> 0) to an extent, which is live from the first ones on. several: their
         record; None if they lie on granules of their own."""
         if self.states.item(extent_id) == RESERVED:
@@ -225,11 +234,13 @@ class Extents:
         pinned."""
         if not dead:
             return
-        cells = dead[0].extents if len(dead) == 1 else np.concatenate([each.extents for each in dead])
-        if len(cells) <= FEW and self._release_few(cells.tolist(), dead, account):
+        cells = dead[0].extents
+        if len(dead) > 1:
+            cells = np.concatenate([each.extents for each in dead])
+        if len(cells) <= FEW and self._release_few(cells, dead, account):
             return
         self.loosened.add(account.account_id)
-        np.subtract.at(self.live, cells.astype(np.int64), _ONE)
+        np.subtract.at(self.live, cells.astype(np.int64), np.int32(1))  # fast for these types
         left = self.live[cells]
         self.states[cells[left == 0]] = RETIRING
         self.live[0] = 0  # extent 0, which `left` has as negative, is none
@@ -241,15 +252,13 @@ class Extents:
             self.free(unpinned)
         partly = np.flatnonzero(left > 0)
         if len(partly):
-            by_extent = partly[np.argsort(cells[partly], kind="stable")]
-            starts = np.flatnonzero(np.diff(cells[by_extent])) + 1
-            self._release_parts(np.split(by_extent, starts), cells, dead, account)
+            self._release_parts(cells, partly, dead)
 
-    def _release_few(self, cells: list[int], dead: Sequence[DeadCells], account: Account) -> bool:
+    def _release_few(self, cells: Int32s, dead: Sequence[DeadCells], account: Account) -> bool:
         """Release these dead cells without arrays, which take several times as long for a few.
         Change nothing and return False if an extent is pinned."""
         positions: dict[int, list[int]] = {}
-        for position, extent_id in enumerate(cells):
+        for position, extent_id in enumerate(cells.tolist()):
             if extent_id:
                 positions.setdefault(extent_id, []).append(position)
         extent_ids = []
@@ -260,10 +269,9 @@ class Extents:
                 extent_ids.append(extent_id)
         if self.watched:
             self._note_if_watched(self.units[extent_ids])
-        nbytes = 0
+        nbytes = int(self.sizes[extent_ids].sum())
         for extent_id in extent_ids:
             self._free_pieces(self.units.item(extent_id), self._pieces_of(extent_id))
-            nbytes += self.sizes.item(extent_id)
             self.states[extent_id] = FREE
             self.sizes[extent_id] = 0
             self.live[extent_id] = 0
@@ -273,37 +281,50 @@ class Extents:
         self._discharge(account.account_id, nbytes)
         self.spare.extend(extent_ids)
         self.freed |= bool(extent_ids)
-        for extent_id, cells_of_extent in positions.items():
-            self.live[extent_id] -= len(cells_of_extent)
         if positions:
-            self._release_parts(positions.values(), cells, dead, account)
+            offsets = [offset for each in dead for offset in each.offsets.tolist()]
+            sizes = [length * each.unit_bytes for each in dead for length in each.lengths.tolist()]
+            for extent_id, partly in positions.items():
+                self.live[extent_id] -= len(partly)
+                places = [(offsets[i], granules_up(sizes[i])) for i in partly]
+                self._release_part(extent_id, places, sum([sizes[i] for i in partly]))
         return True
 
-    def _release_parts(
-        self,
-        parts: Iterable[list[int] | Int64s],
-        cells: list[int] | Int32s,
-        dead: Sequence[DeadCells],
-        account: Account,
-    ) -> None:
-        """Free what is due of extents that have other live cells. parts: for each extent, the
-        positions of its dead cells in `cells`."""
-        offsets = np.concatenate([each.offsets for each in dead])
-        nbytes = np.concatenate([np.multiply(each.lengths, each.unit_bytes, dtype=np.int64) for each in dead])
-        for positions in parts:
-            extent_id = int(cells[positions[0]])
-            several = self.several.get(extent_id)
-            due: Pieces = []
-            if several is None:
-                sizes = granules_up(nbytes[positions]).tolist()
-                due = [(start, size) for start, size in zip(offsets[positions].tolist(), sizes, strict=True) if size]
-            else:
-                several.live_bytes -= int(nbytes[positions].sum())
-            if due or (several is not None and several.trim_is_due):
-                if self.pins.item(extent_id):
-                    self.pinned_parts.setdefault(extent_id, []).extend(due)
-                else:
-                    self._free_due(extent_id, due, account)
+    def _release_parts(self, cells: Int32s, partly: Int64s, dead: Sequence[DeadCells]) -> None:
+        """Release dead cells of extents that have other live cells. partly: the positions of these
+        in `cells`."""
+        partly = partly[np.argsort(cells[partly], kind="stable")]
+        extent_ids = cells[partly]
+        offsets = np.concatenate([each.offsets for each in dead])[partly]
+        nbytes = np.concatenate([each.nbytes for each in dead])[partly]
+        sizes = granules_up(nbytes)
+        firsts = np.flatnonzero(np.diff(extent_ids, prepend=0))  # of the cells of each extent
+        sums = np.add.reduceat(nbytes, firsts).tolist()
+        ranges = pairwise([*firsts.tolist(), len(partly)])
+        for extent_id, dead_bytes, (first, last) in zip(
+            extent_ids[firsts].tolist(),
+            sums,
+            ranges,
+            strict=True,
+        ):
+            places: Pieces = []
+            if extent_id not in self.several:
+                mine = slice(first, last)
+                places = [*zip(offsets[mine].tolist(), sizes[mine].tolist(), strict=True)]
+            self._release_part(extent_id, places, dead_bytes)
+
+    def _release_part(self, extent_id: int, places: Pieces, dead_bytes: int) -> None:
+        """Free what is due of an extent that has other live cells, after `dead_bytes` at these
+        `places` are dead (with a record, these are not looked at)."""
+        several = self.several.get(extent_id)
+        if several is not None:
+            several.live_bytes -= dead_bytes
+            if not several.trim_is_due:
+                return
+        if self.pins.item(extent_id):
+            self.pinned_parts.setdefault(extent_id, []).extend(places)
+        else:
+            self._free_due(extent_id, places)
 
     def adopt(self, extent_id: int, account: Account) -> None:
         """Assign an extent without owner to this account."""
@@ -312,12 +333,12 @@ class Extents:
         self.loosened.add(account.account_id)
         self.moved.add(account.account_id)  # but not 0: the unit uses as many bytes as before
 
-    def trim(self, extent_id: int, account: Account) -> None:
-        """Free the parts of the account's extent without live cells, if live cells use less than
-        half of it and it is not pinned."""
+    def trim(self, extent_id: int) -> None:
+        """Free the parts of the extent without live cells, if live cells use less than half of it
+        and it is not pinned."""
         several = self.several.get(extent_id)
         if several is not None and 2 * several.live_bytes < self.sizes[extent_id] and not self.pins[extent_id]:
-            self._trim(extent_id, several, account)
+            self._trim(extent_id, several)
 
     def pin(self, extent_ids: Int32s) -> None:
         """Add one pin to each of these extents (no repeats), which keeps their bytes in place."""
@@ -337,13 +358,11 @@ class Extents:
             self.free(unpinned[retired])
         if self.pinned_parts:
             for extent_id in sorted(self.pinned_parts.keys() & unpinned.tolist()):
-                account = self.accounts[self.owners.item(extent_id)]
-                self._free_due(extent_id, self.pinned_parts.pop(extent_id), account)
+                self._free_due(extent_id, self.pinned_parts.pop(extent_id))
 
     def free(self, extent_ids: Int32s) -> None:
         """Remove these extents (no repeats) and free their bytes."""
-        if self.watched:
-            self._note_if_watched(self.units[extent_ids])
+        self._note_if_watched(self.units[extent_ids])
         self._discharge_owners(extent_ids)  # before the code below sets sizes to 0
         for extent_id in self.pieces.keys() & extent_ids.tolist():
             self._free_pieces(int(self.units[extent_id]), self.pieces[extent_id])
@@ -361,10 +380,11 @@ class Extents:
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return (unit, offset, nbytes) of all held ranges, for tests. A partly freed extent may
         have several ranges."""
-        ranges: list[tuple[int, int, int]] = []
-        for extent_id in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
-            ranges += [(int(self.units[extent_id]), start, size) for start, size in self._pieces_of(extent_id)]
-        return ranges
+        return [
+            (self.units.item(extent_id), start, size)
+            for extent_id in np.flatnonzero(self.states[: self.high] != FREE).tolist()
+            for start, size in self._pieces_of(extent_id)
+        ]
 
     def drop_unit(self, unit: int) -> None:
         """Remove the extents of a dropped unit. No cell refers to them any longer; the unit's bytes are not freed."""
@@ -443,18 +463,19 @@ class Extents:
         for unit, start, end in zip(units[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
             self.all_units[unit].space.give(start, end - start)
 
-    def _free_due(self, extent_id: int, due: Pieces, account: Account) -> None:
+    def _free_due(self, extent_id: int, due: Pieces) -> None:
         """Free the dead parts of an extent that is not pinned: these, or with a record all that it
         has."""
         several = self.several.get(extent_id)
         if several is not None:
-            self._trim(extent_id, several, account)
+            self._trim(extent_id, several)
         else:
-            left = _subtract_pieces(self._pieces_of(extent_id), sorted(due))
-            self._free_parts(extent_id, due, left, account)
+            due = sorted([(start, size) for start, size in due if size])
+            left = _subtract_pieces(self._pieces_of(extent_id), due)
+            self._free_parts(extent_id, due, left)
 
-    def _trim(self, extent_id: int, several: Several, account: Account) -> None:
-        """Free the granules without live cells of an extent that is not pinned. Update its record."""
+    def _trim(self, extent_id: int, several: Several) -> None:
+        """Free the granules without live cells of an extent that is not pinned."""
         rows = several.rows
         in_use = np.zeros(len(rows), np.bool_)
         starts = []
@@ -469,10 +490,11 @@ class Extents:
         kept = _touched_granules(np.concatenate(starts), np.concatenate(ends))
         dead = _subtract_pieces(self._pieces_of(extent_id), kept)
         if dead:
-            self._free_parts(extent_id, dead, kept, account)
+            self._free_parts(extent_id, dead, kept)
 
-    def _free_parts(self, extent_id: int, dead: Pieces, left: Pieces, account: Account) -> None:
+    def _free_parts(self, extent_id: int, dead: Pieces, left: Pieces) -> None:
         """Free these parts of an extent, which holds only what is `left`. Update its account."""
+        account = self.accounts[self.owners.item(extent_id)]
         self._free_pieces(self.units.item(extent_id), dead)
         self.pieces[extent_id] = left
         nbytes = sum(size for _, size in dead)

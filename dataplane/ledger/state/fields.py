@@ -79,7 +79,7 @@ class Field:
         any of the rows had one."""
         if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
             self.lengths = self.lengths.astype(np.int64)
-        replaced = self.cells_of(rows)
+        replaced = self.present_cells(rows)
         self.live += len(rows) - (replaced.cells if replaced is not None else 0)
         self.extents[rows] = extents
         self.offsets[rows] = offsets
@@ -90,14 +90,15 @@ class Field:
             self.checksums[rows] = 0 if checksums is None else checksums
         return replaced
 
-    def cells_of(self, rows: Int64s | slice) -> DeadCells | None:
-        """Return the present cells of the rows, for `Extents.release_cells`; None if no row has
-        one. With a slice, offsets and lengths are views."""
+    def present_cells(self, rows: Int64s | slice) -> DeadCells | None:
+        """Return the cells of the rows, to be released once they are replaced or erased; None if no
+        row has one. With a slice, offsets and lengths are views."""
         extents = self.extents[rows]
         count = int(np.count_nonzero(extents))
         if not count:
             return None
-        return DeadCells(extents.copy(), self.offsets[rows], self.lengths[rows], self.unit_bytes, count)
+        lengths = self.lengths[rows]
+        return DeadCells(extents.copy(), self.offsets[rows], lengths, self.unit_bytes, count)
 
     def lengths_of(self, rows: Int64s) -> Int64s:
         return self.lengths[rows].astype(np.int64)
@@ -108,11 +109,11 @@ class Field:
 
 
 def erase(fields: Iterable[Field], rows: Int64s | slice) -> list[DeadCells]:
-    """Remove the cells of `rows` (no repeats) in these fields. Return them as `Field.cells_of`
-    does."""
+    """Remove the cells of `rows` (no repeats) in these fields. Return them as
+    `Field.present_cells` does."""
     dead = []
     for field in fields:
-        removed = field.cells_of(rows)
+        removed = field.present_cells(rows)
         if removed is not None:
             dead.append(removed)
             field.extents[rows] = 0
@@ -124,21 +125,18 @@ def erase(fields: Iterable[Field], rows: Int64s | slice) -> list[DeadCells]:
 
 def erase_row(fields: Iterable[Field], row: int) -> list[DeadCells]:
     """Remove the cells of one row as `erase` does, which takes several times as long for it."""
-    extents = []
-    offsets = []
-    nbytes = []
+    found = []
     for field in fields:
         extent = field.extents.item(row)
         if extent:
-            extents.append(extent)
-            offsets.append(field.offsets.item(row))
-            nbytes.append(field.lengths.item(row) * field.unit_bytes)
+            nbytes = field.lengths.item(row) * field.unit_bytes
+            found.append((extent, field.offsets.item(row), nbytes))
             field.extents[row] = 0
             field.live -= 1
             if not field.live:
                 field.reset()
-    count = len(extents)
-    return [DeadCells(np.array(extents, np.int32), np.array(offsets, np.int64), np.array(nbytes, np.int64), 1, count)]
+    cells = np.array(found, np.int64).reshape(-1, 3)
+    return [DeadCells(cells[:, 0].astype(np.int32), cells[:, 1], cells[:, 2], 1, len(found))]
 
 
 def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:
