@@ -269,7 +269,7 @@ class Extents:
                 extent_ids.append(extent_id)
         if self.watched:
             self._note_if_watched(self.units[extent_ids])
-        nbytes = int(self.sizes[extent_ids].sum())
+        nbytes = sum(map(self.sizes.item, extent_ids))
         for extent_id in extent_ids:
             self._free_pieces(self.units.item(extent_id), self._pieces_of(extent_id))
             self.states[extent_id] = FREE
