@@ -27,7 +27,8 @@ NEVER_S = 86_400.0
 """The time to the first heartbeat. A heartbeat borrows the idle sockets, so that a call has to open another one."""
 SETTINGS = {"capacity_bytes": 64 << 20, "heartbeat_s": NEVER_S, "session_timeout_s": NEVER_S}
 """The arena never grows: this much has memory from the start."""
-ROWS = 64
+ROWS = 65
+"""Samples of a call that takes no short way."""
 LARGE, SMALL = 1000, 5
 """Tokens of a row. A put of `ROWS` large rows reserves its own space, whatever time has passed since the last put. Its
 runs of bytes are too short for the threads that copy long ones."""
@@ -137,6 +138,8 @@ def small_walks(service: Service, walks: dict[str, Entered]) -> list[dict[str, E
     """Puts with space of their own, with space requested in advance, or with a part of that: the time between two puts
     decides. A put whose request was rejected sends a third command. That happens until the unit has reported the
     session to the controller."""
+    for _ in range(2):  # the second one takes the short ways, and warms their caches
+        service.walk(1, SMALL)
     return [walk for walk in (service.walk(1, SMALL) for _ in range(3)) if len(walk["put_samples"].commands) < 3]
 
 
@@ -183,7 +186,8 @@ def test_the_page_names_the_files_of_the_short_ways(short_walks: dict[str, Enter
 def test_small_samples_enter_no_other_files(small_walks: list[dict[str, Entered]], call: str, side: str) -> None:
     assert small_walks
     small = {path for walk in small_walks for path in getattr(walk[call], side)}
-    short = set(named_short(call, side)) if call in SHORT else set()
+    ways = {"put_samples": "put_samples", "get_batch": "get_samples"}
+    short = set(named_short(ways[call], side)) if call in ways else set()
     assert sorted(small - set(named(call, side)) - short) == []
 
 

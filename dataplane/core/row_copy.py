@@ -120,20 +120,37 @@ def gather_padded(
     if np.minimum.reduce(sizes) == row_bytes:  # there is nothing to fill
         gather(buffers, which, offsets, sizes, flat, later=later, checked=True)
         return
-    words = out.view(pad.dtype)
     # Many short rows: as in `gather`, after a fill of all padding at once.
     if count > _FEW_RUNS and int(np.add.reduce(sizes)) < count * _SHORT_BYTES:
-        words[...] = pad
+        out.view(pad.dtype)[...] = pad
         _copy_short_rows(buffers, which, offsets, sizes, flat, np.arange(count, dtype=np.int64) * row_bytes)
         return
     numbers = itertools.repeat(0, count) if which is None else which.tolist()
     ranges = list(zip(numbers, offsets.tolist(), (offsets + sizes).tolist(), strict=False))
     long_copies: list[Run] = [] if later is None else later
+    copy_padded(buffers, ranges, out, pad, long_copies)
+    if later is None:
+        copy_runs(long_copies)
+
+
+def copy_padded(
+    buffers: Sequence[UInt8s],
+    ranges: Sequence[tuple[int, int, int]],
+    out: UInt8s,
+    pad: npt.NDArray[np.generic],
+    long_copies: list[Run],
+) -> None:
+    """Copy `buffers[number][start:stop]` of range i (number, start, stop) to the start of `out[i]`
+    ([N, row bytes], contiguous, not empty), and fill the rest of `out[i]` with `pad`. Copies of at
+    least `LONG_BYTES` are only appended to `long_copies`."""
+    count, row_bytes = out.shape
+    words = out.view(pad.dtype)
+    flat = out.reshape(-1)
     # A fill of whole rows needs no bytes from memory, and leaves the cache lines for the copies.
     block = _BLOCK_BYTES // row_bytes
     if block < 2:  # the rows do not fit the cache: fill only what they leave
-        for row, nbytes in zip(words, sizes.tolist(), strict=True):
-            row[nbytes // pad.itemsize :] = pad
+        for row, (_, start, stop) in zip(words, ranges, strict=True):
+            row[(stop - start) // pad.itemsize :] = pad
         _copy_ranges(buffers, ranges, flat, long_copies, row_bytes=row_bytes)
     else:
         for first in range(0, count, block):
@@ -141,8 +158,6 @@ def gather_padded(
             words[first:last] = pad
             target = flat[first * row_bytes : last * row_bytes]
             _copy_ranges(buffers, ranges[first:last], target, long_copies, row_bytes=row_bytes)
-    if later is None:
-        copy_runs(long_copies)
 
 
 def _copy_ranges(

@@ -335,12 +335,12 @@ def materialize(
     columns: dict[str, Any] = dict(td.items())
     if layout == "padded":
         columns = {name: _as_jagged(name, value) for name, value in columns.items()}
-        jagged_lengths = {name: row_lengths(value).cpu().numpy() for name, value in columns.items() if is_jagged(value)}
+        jagged_lengths = {name: row_lengths(value).tolist() for name, value in columns.items() if is_jagged(value)}
         batch.not_per_token = not_per_token(jagged_lengths, sequence_lengths)
     for name, value in columns.items():
         if layout == "padded" and is_jagged(value):
             try:
-                longest = int(jagged_lengths[name].max(initial=0))
+                longest = max(jagged_lengths[name], default=0)
                 # Width 0: the longest row of the column.
                 width = 0 if name in batch.not_per_token else pad_to_seqlen or round_up(longest, pad_to_multiple)
                 value = pad_nested(value, pads.get(name, 0), width=width)

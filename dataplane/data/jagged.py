@@ -288,7 +288,7 @@ def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -
     longest row. Raises ValueError if `width` is below the longest row, or the dtype cannot hold `pad_value`.
     """
     starts, lengths = host_starts_and_lengths(nested)
-    size = padded_width(lengths, width)
+    size = padded_width(int(lengths.max(initial=0)), width)
     values = detached_values(nested)
     if values.is_cpu:
         return _pad_on_cpu(values, starts, lengths, size, pad_value)
@@ -340,20 +340,17 @@ def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad
     return out
 
 
-def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -> frozenset[str]:
-    """Return the jagged columns that do not have one element per token. `columns` maps names to row lengths `[N]`.
+def not_per_token(columns: Mapping[str, Sequence[int]], tokens: Sequence[int] | None) -> frozenset[str]:
+    """Return the jagged columns that do not have one element per token. `columns` maps names to the
+    lengths of their rows.
 
     These are the columns that `schema.TOKEN_ALIGNED_FIELDS` does not name, and whose row lengths differ from `tokens`
-    `[N]` and from those of every column that the schema names. Empty if there is neither."""
+    and from those of every column that the schema names. Empty if there is neither."""
     others = [name for name in columns if name not in TOKEN_ALIGNED_FIELDS]
-    references = [lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS] if others else []
-    if others and tokens is not None:
-        references.append(np.asarray(tokens))
-    return frozenset(
-        name
-        for name in others
-        if references and not any(np.array_equal(columns[name], reference) for reference in references)
-    )
+    references = [list(lengths) for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS]
+    if tokens is not None:
+        references.append(list(tokens))
+    return frozenset([name for name in others if references and list(columns[name]) not in references])
 
 
 def checked_width(pad_to_seqlen: Any) -> int:
@@ -378,10 +375,9 @@ def checked_pads(pad_value_dict: Any) -> Mapping[str, Any]:
     return pad_value_dict or {}
 
 
-def padded_width(lengths: Int64s, width: int) -> int:
-    """Return the width to pad rows of `lengths` to: `width`, or the longest row if `width` is 0. InvalidRequestError if
-    `width` is negative, or too small for the longest row."""
-    longest = int(np.maximum.reduce(lengths)) if len(lengths) else 0
+def padded_width(longest: int, width: int) -> int:
+    """Return the width to pad rows to, of which the longest has `longest` elements: `width`, or
+    `longest` if `width` is 0. InvalidRequestError if `width` is negative, or too small."""
     if width and width < longest:
         raise InvalidRequestError(
             f"cannot pad to length {width}: the longest row has {longest} elements; pad to at least {longest}"

@@ -132,9 +132,9 @@ class RowParts:
         return PartLocations(entries, pieces, inner)
 
 
-def jagged_lengths(located: Sequence[FieldLocations]) -> dict[str, Int64s]:
+def jagged_lengths(located: Sequence[FieldLocations]) -> dict[str, list[int]]:
     """Return the row lengths of the jagged fields."""
-    return {field.name: field.lengths for field in located if field.spec.kind is FieldKind.JAGGED}
+    return {field.name: field.lengths.tolist() for field in located if field.spec.kind is FieldKind.JAGGED}
 
 
 def row_parts(tokens: Tokens | None, inner: Inner | None, samples: int, fields: Collection[str]) -> RowParts | None:

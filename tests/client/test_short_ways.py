@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import threading
 from collections import Counter
@@ -97,6 +98,37 @@ def same_data(one: TensorDict, other: TensorDict) -> None:
         assert equal(one.get(name), other.get(name)), name
 
 
+def batch_of(client: DataPlaneClient, meta: KVBatchMeta, chosen: list[str], options: dict[str, Any]) -> Any:
+    """The batch, or the error."""
+    try:
+        return client.get_batch(meta, chosen, **options)
+    except ValueError as error:
+        return repr(error)
+
+
+def same_batches(client: DataPlaneClient, meta: KVBatchMeta, chosen: list[str], chance: random.Random) -> None:
+    """Both ways pad alike, and name the same columns that are not per token."""
+    lengths = client.get_samples(meta, meta.partition_id, chosen[:1]).get(chosen[0])
+    counts = [len(row) for row in lengths.unbind()] if getattr(lengths, "is_nested", False) else [1] * meta.size
+    meta = dataclasses.replace(meta, sequence_lengths=chance.choice([None, counts, [7] * meta.size]))
+    options = {
+        "pad_to_seqlen": chance.choice([0, 0, 2, 9]),
+        "pad_value_dict": chance.choice([None, {name: chance.choice([3, -1, 0.5]) for name in chosen}]),
+    }
+    client.get_batch(meta, chosen)  # remembers the plan
+    short = batch_of(client, meta, chosen, options)
+    forget(client, puts=False)
+    general = batch_of(client, meta, chosen, options)
+    if isinstance(short, str) or isinstance(general, str):
+        assert short == general
+        return
+    assert short.not_per_token == general.not_per_token
+    assert list(short) == list(general)
+    for name in general:
+        assert type(short[name]) is type(general[name]), name
+        assert equal(short[name], general[name]), name
+
+
 def same_meta(one: KVBatchMeta, other: KVBatchMeta) -> None:
     names = ("task_name", "sample_ids", "fields", "sequence_lengths", "extra_info", "tags")
     assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
@@ -156,6 +188,7 @@ def test_both_ways_store_and_return_the_same(server: Server, sent: Counter[str],
                     general = client.get_samples(use, partition, chosen)
                     same_data(short, general)
                     reads.append(general)
+                same_batches(client, meta, chosen, chance)
             same_data(reads[0], reads[2])
         for partition in ("short", "general"):
             client.clear_samples(None, partition)

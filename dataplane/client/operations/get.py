@@ -19,9 +19,8 @@ from torch import Tensor
 
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
-from dataplane.client.operations.short_get import get_short, prepare, remember
-from dataplane.client.operations.steps import EndRead, Operation, Post, Send, Work, never
-from dataplane.client.preallocated import SMALL_BYTES
+from dataplane.client.operations.short_get import Padding, get_short, prepare, remember
+from dataplane.client.operations.steps import EndRead, Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import devices
@@ -42,7 +41,7 @@ from dataplane.data.columns import (
     use_on_current_stream,
     widened,
 )
-from dataplane.data.jagged import checked_width, not_per_token
+from dataplane.data.jagged import checked_pads, checked_width, not_per_token
 from dataplane.data.meta import KVBatchMeta, list_of_names, require_meta
 from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
 from dataplane.errors import InvalidRequestError, StorageUnitError
@@ -69,7 +68,7 @@ def get(
     if copy and tokens is None and inner is None and device is None:
         plan = prepare(session_state, names, partition, select_fields)
         if plan is not None:
-            return get_short(session_state, names, partition, plan, general)
+            return get_short(session_state, names, plan, None, general)
     return general()
 
 
@@ -105,7 +104,6 @@ def _get(
             select_fields,
             parts,
             build,
-            unpadded=gpu is None,
             on_device=gpu is not None,
         )
     else:
@@ -138,8 +136,7 @@ def get_present(
                 failpoint("get.mid_copy")
                 return _copy_subsets(session_state, subsets, units, partition, existing_ids)
 
-            brief = partial(_copies_little, session_state, columns, units)
-            built: TensorDict = yield Work(work, brief)
+            built: TensorDict = yield Work(work)
             yield from _check_pins_lasted(session_state)
             return existing.tolist(), built
         finally:
@@ -257,7 +254,6 @@ def _stacked(subsets: Sequence[LocatedSubset], columns: Mapping[str, Column], co
     return NonTensorStack(*rows)
 
 
-@with_retry
 def get_batch(
     session_state: SessionState,
     meta: KVBatchMeta,
@@ -272,8 +268,32 @@ def get_batch(
 ) -> Operation[BatchedDataDict[Any]]:
     """Gather the fields of the samples, or parts of them, directly into padded tensors, on `device`, by default the
     CPU."""
-    gpu = None if device is None else devices.gpu(device)
     width = checked_width(pad_to_seqlen)
+    general = partial(
+        _get_batch, session_state, meta, select_fields, layout, pad_value_dict, width, tokens, inner, device
+    )
+    if layout == "padded" and tokens is None and inner is None and device is None:
+        plan = prepare(session_state, meta, meta.partition_id, select_fields)
+        if plan is not None:
+            padding = Padding(checked_pads(pad_value_dict), width, meta.sequence_lengths)
+            return get_short(session_state, meta, plan, padding, general)
+    return general()
+
+
+@with_retry
+def _get_batch(
+    session_state: SessionState,
+    meta: KVBatchMeta,
+    select_fields: Sequence[str],
+    layout: Layout,
+    pad_value_dict: Mapping[str, Any] | None,
+    width: int,
+    tokens: Tokens | None,
+    inner: Inner | None,
+    device: torch.device | str | None,
+) -> Operation[BatchedDataDict[Any]]:
+    """Execute `get_batch` the general way."""
+    gpu = None if device is None else devices.gpu(device)
     parts = row_parts(tokens, inner, meta.size, select_fields)
 
     def build(sources: Mapping[str, RowSource], located: Sequence[c.FieldLocations]) -> BatchedDataDict[Any]:
@@ -385,11 +405,10 @@ def _read(
     parts: RowParts | None,
     build: Callable[[Mapping[str, RowSource], Sequence[c.FieldLocations]], Any],
     *,
-    unpadded: bool = False,
     on_device: bool = False,
 ) -> Operation[Any]:
     """Locate and pin, copy, end the read; return what `build` makes of the located rows, or of
-    these parts. unpadded: it copies no more bytes than these have. on_device: it copies to a GPU."""
+    these parts. on_device: it copies to a GPU."""
     ids = ids_of(names)
 
     def work(stored: Stored, units: set[int]) -> Any:
@@ -403,12 +422,11 @@ def _read(
         try:
             stored = _stored(located.result.fields, len(select_fields))
             _log_widened(session_state, partition, located.result.widened)
-            if unpadded and parts is None:
+            if parts is None:
                 remember(session_state, partition, select_fields, located.result)
             units = _refuse_failed(units_of(stored.columns), failed)
             yield from ensure_known(session_state, units)
-            brief = partial(_copies_little, session_state, stored.columns, units) if unpadded else never
-            built = yield Work(partial(work, stored, units), brief)
+            built = yield Work(partial(work, stored, units))
             yield from _check_pins_lasted(session_state)
             return built
         finally:
@@ -479,13 +497,6 @@ def _log_widened(session_state: SessionState, partition: str, fields: Sequence[s
             name,
             partition,
         )
-
-
-def _copies_little(session_state: SessionState, fields: Sequence[c.FieldLocations], units: set[int]) -> bool:
-    """Return whether the rows are few bytes in mapped arenas, so that a copy of them is brief (see `Work`)."""
-    if not session_state.connections.mapped(units):
-        return False
-    return sum(int(field.lengths.sum()) * field.spec.unit_bytes for field in fields) <= SMALL_BYTES
 
 
 def _retry_relocated(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> Operation[Any]:

@@ -7,9 +7,10 @@ If a read turns out to need the general way (`get`), that way repeats it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +26,14 @@ from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import units_of
 from dataplane.core.checksums import damaged
 from dataplane.core.failpoints import armed, failpoint
-from dataplane.core.row_copy import UInt8s, address
+from dataplane.core.row_copy import Run, UInt8s, address, copy_padded
 from dataplane.core.types import FieldKind
-from dataplane.data.jagged import jagged_from_values
+from dataplane.data.batch import BatchedDataDict
+from dataplane.data.jagged import jagged_from_values, not_per_token, pad_element, padded_width
 from dataplane.data.meta import KVBatchMeta
-from dataplane.data.object_codec import decode_object
+from dataplane.data.object_codec import decode_object, object_array
 from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view
-from dataplane.errors import DataPlaneError
+from dataplane.errors import DataPlaneError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands.short import PlanColumn, encode_plan
 
@@ -39,7 +41,7 @@ MAX_ROWS = 64
 MAX_COLUMNS = 64
 """Maximum numbers of samples and columns of a small read."""
 SMALL_LENGTHS = SMALL_BYTES // 8
-"""Maximum sum of the lengths of values that are copied without another thread."""
+"""Maximum number of values, times the longest one, that are copied without another thread."""
 MAX_PLANS = 256
 """Maximum number of plans that a session remembers."""
 
@@ -59,6 +61,14 @@ class ReadPlan(NamedTuple):
     key: tuple[str, ...]
     columns: list[_Column]
     encoded: bytes
+
+
+class Padding(NamedTuple):
+    """How `get_batch` pads jagged columns. tokens: the lengths of the samples (see `not_per_token`)."""
+
+    pads: Mapping[str, Any]
+    width: int
+    tokens: Sequence[int] | None
 
 
 def _plan_of(key: tuple[str, ...], located: Sequence[c.FieldLocations]) -> ReadPlan:
@@ -118,12 +128,14 @@ def prepare(session_state: SessionState, names: Any, partition: str, select_fiel
 def get_short(
     session_state: SessionState,
     names: Names,
-    partition: str,
     plan: ReadPlan,
-    general: Callable[[], Operation[TensorDict]],
-) -> Operation[TensorDict]:
-    """Locate and pin, copy, end the read. If the service rejects the read or has no short answer,
-    perform the operation of `general` instead."""
+    padding: Padding | None,
+    general: Callable[[], Operation[Any]],
+) -> Operation[Any]:
+    """Locate and pin, copy, end the read; return the result of `get`, or with `padding` of
+    `get_batch`. If the service rejects the read or has no short answer, or the rows cannot be copied
+    so, perform the operation of `general` instead."""
+    partition = plan.key[0]
     handles = names.handles if isinstance(names, KVBatchMeta) else None
     if handles is not None:
         rows, generations = handles
@@ -150,8 +162,10 @@ def get_short(
         if located.general is None:
             memory = session_state.connections.readable_memory(located.unit)
         if memory is not None:
-            copy = partial(_copy, plan, located, memory, session_state.config.pickles)
-            data = yield Work(copy, always if sum(located.lengths) <= SMALL_LENGTHS else never)
+            copy = partial(_copy, session_state, plan, located, memory, padding)
+            width = 0 if padding is None else padding.width
+            most = len(located.lengths) * max(width, *located.lengths)
+            data = yield Work(copy, always if most <= SMALL_LENGTHS else never)
             if armed:
                 failpoint("get.copied")
             if not session_state.lock_stands:
@@ -168,43 +182,74 @@ def get_short(
     return (yield from general())
 
 
-def _copy(plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, pickles: bool) -> TensorDict | None:
-    """Copy the rows into new tensors. Return None if a row is outside the memory or does not match
-    its checksum: the general way raises the error."""
+def _copy(
+    session_state: SessionState, plan: ReadPlan, located: c.RowsLocated, memory: UInt8s, padding: Padding | None
+) -> Any:
+    """Copy the rows into new memory. Return a TensorDict, or with `padding` a BatchedDataDict. Return
+    None if a row is outside the memory, does not match its checksum, or cannot be padded so: the
+    general way raises the error."""
     if armed:
         failpoint("get.mid_copy")
     count = len(located.rows)
-    fields: dict[str, Any] = {}
+    firsts = range(0, count * len(plan.columns), count)
     begin = address(memory)
+    fields: dict[str, Any] = {}
     shared_offsets: dict[tuple[int, ...], Tensor] = {}  # columns of equal lengths can be combined
-    for first, column in zip(range(0, count * len(plan.columns), count), plan.columns, strict=True):
+    others: frozenset[str] = frozenset()
+    if padding is not None:
+        jagged = {
+            column.name: located.lengths[first : first + count]
+            for first, column in zip(firsts, plan.columns, strict=True)
+            if column.kind is FieldKind.JAGGED
+        }
+        others = not_per_token(jagged, padding.tokens)
+    for first, column in zip(firsts, plan.columns, strict=True):
         offsets = located.offsets[first : first + count]
         lengths = located.lengths[first : first + count]
         checksums = located.checksums[first : first + count]
         sizes = [length * column.unit_bytes for length in lengths]
-        if min(offsets) < 0 or min(sizes) < 0 or max(map(sum, zip(offsets, sizes, strict=True))) > len(memory):
+        stops = list(map(add, offsets, sizes))
+        if min(offsets) < 0 or min(sizes) < 0 or max(stops) > len(memory):
             return None
         if column.kind is FieldKind.OBJECT:
             if checksums and not _intact(memory, offsets, sizes, checksums):
                 return None
-            rows = [memory[at : at + size].data for at, size in zip(offsets, sizes, strict=True)]
-            fields[column.name] = NonTensorStack(*[decode_object(row, pickles=pickles) for row in rows])
+            rows = [memory[at:stop].data for at, stop in zip(offsets, stops, strict=True)]
+            objects = [decode_object(row, pickles=session_state.config.pickles) for row in rows]
+            fields[column.name] = NonTensorStack(*objects) if padding is None else object_array(objects)
             continue
-        values = torch.empty((sum(lengths), *column.inner), dtype=column.dtype)
-        target = values.data_ptr()
-        starts = [0, *accumulate(sizes)]
-        for start, at, size in zip(starts, offsets, sizes, strict=False):
-            ctypes.memmove(target + start, begin + at, size)
-        if checksums and not _intact(byte_view(values), starts[:-1], sizes, checksums):
+        starts: Sequence[int] = [0, *accumulate(sizes)]
+        if column.kind is FieldKind.JAGGED and padding is not None:
+            try:
+                width = padded_width(max(lengths), 0 if column.name in others else padding.width)
+                pad = pad_element(padding.pads.get(column.name, 0), column.dtype)
+            except InvalidRequestError:
+                return None
+            values, target = session_state.empty((count, width, *column.inner), column.dtype)
+            if len(target):
+                ranges = list(zip(repeat(0), offsets, stops, strict=False))
+                long_copies: list[Run] = []
+                copy_padded([memory], ranges, target.reshape(count, -1), pad, long_copies)
+                session_state.copier.copy(long_copies)
+            starts = range(0, len(target) + 1, max(1, len(target) // count))
+        else:
+            values = torch.empty((sum(lengths), *column.inner), dtype=column.dtype)
+            position = values.data_ptr()
+            for start, at, size in zip(starts, offsets, sizes, strict=False):
+                ctypes.memmove(position + start, begin + at, size)
+        if checksums and not _intact(byte_view(values), starts[:count], sizes, checksums):
             return None
-        if column.kind is FieldKind.JAGGED:
+        if column.kind is FieldKind.JAGGED and padding is None:
             row_offsets = shared_offsets.get(lengths)
             if row_offsets is None:
                 row_offsets = shared_offsets[lengths] = torch.tensor([0, *accumulate(lengths)])
             values = jagged_from_values(values, row_offsets, span=(min(lengths), max(lengths)))
         fields[column.name] = values
-    data: TensorDict = TensorDict._new_unsafe(fields, batch_size=torch.Size([count]))
-    return data
+    if padding is None:
+        return TensorDict._new_unsafe(fields, batch_size=torch.Size([count]))
+    batch: BatchedDataDict[Any] = BatchedDataDict(fields)
+    batch.not_per_token = others
+    return batch
 
 
 def _intact(memory: UInt8s, offsets: Sequence[int], sizes: Sequence[int], checksums: Sequence[int]) -> bool:

@@ -485,7 +485,7 @@ def _read_short(
     plan = short_get.prepare(session_state, keys, partition, requested)
     if plan is None:
         return None
-    data = yield from short_get.get_short(session_state, keys, partition, plan, _not_read)
+    data = yield from short_get.get_short(session_state, keys, plan, None, _not_read)
     if data is not None:
         return columns.from_columns(data)
     if fields is None:  # the specs of its fields may have changed, too

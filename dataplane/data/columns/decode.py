@@ -10,7 +10,6 @@ Fields whose kind widened: rows that were put before are converted to the presen
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import struct
@@ -54,11 +53,6 @@ Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
 
 Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 """Allocates an uninitialized contiguous tensor and returns (the tensor, its bytes)."""
-
-
-FEW_ROWS = 32
-FEW_BYTES = 64 << 10
-"""Maximum number of rows of a column, and of their bytes, that are copied one by one."""
 
 
 class _Copies:
@@ -259,9 +253,6 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
             in_place = decode_views(source, offsets=offsets) if source.ours else None  # a result may keep such memory
             if in_place is not None:
                 return in_place
-            few = _copy_of_few(source)
-            if few is not None:
-                return _with_shape(source, few, offsets)
             values, target = _allocate_values(source, empty)
             source.copy_to(target, copies.runs)
             copies.check_later(source, target, lambda: np.cumsum(source.sizes) - source.sizes)
@@ -272,42 +263,6 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
     return object_array([decode_object(row.data, pickles=pickles) for row in source.verified_rows()])
 
 
-def _copy_of_few(source: RowSource) -> Tensor | None:
-    """Return the values of a few whole rows of one buffer, without checksums, as a tensor `[sum of
-    the lengths, *inner]`. None if they are to be copied the general way, which also reports rows
-    outside of the buffer."""
-    if source.which is not None or source.part is not None or source.check is not None:
-        return None
-    if source.pieces != 1 or len(source.lengths) > FEW_ROWS or not source.buffers:
-        return None
-    spec = source.spec
-    unit_bytes = spec.unit_bytes
-    if not unit_bytes:
-        return None
-    left_bytes = FEW_BYTES
-    buffer = source.buffers[0]
-    begin = address(buffer)
-    end = begin + buffer.nbytes
-    lengths = source.lengths.tolist()
-    rows: list[tuple[int, int]] = []  # address and bytes of each row that is not empty
-    for offset, length in zip(source.offsets.tolist(), lengths, strict=True):
-        nbytes = length * unit_bytes
-        if not 0 <= nbytes <= left_bytes:
-            return None
-        left_bytes -= nbytes
-        if nbytes:
-            start = begin + offset
-            if offset < 0 or start + nbytes > end:
-                return None
-            rows.append((start, nbytes))
-    values = torch.empty((sum(lengths), *(spec.inner or ())), dtype=TORCH_DTYPES[spec.dtype or ""])
-    target = values.data_ptr()
-    for start, nbytes in rows:
-        ctypes.memmove(target, start, nbytes)
-        target += nbytes
-    return values
-
-
 def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
     """Prepare the result of `decode_padded`; it is complete after the pending `copies` are made."""
     spec = source.spec
@@ -315,7 +270,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
         raise InvalidRequestError(f"only jagged columns can be padded, got {spec}; read it with layout='jagged'")
     dtype = TORCH_DTYPES[spec.dtype or ""]
     _ = source.sizes  # checks the rows before the allocation
-    padded_length = padded_width(source.row_lengths, width)
+    padded_length = padded_width(int(source.row_lengths.max(initial=0)), width)
     pad = pad_element(pad_value, dtype)
     out, target = empty((len(source), padded_length, *spec.inner), dtype)
     rows = target.reshape(len(source), padded_length * spec.unit_bytes)  # the bytes of `out`, row by row

@@ -117,7 +117,7 @@ class _Target:
             shape = (int(source.lengths.sum()), *inner)
             return cls(name, source, shape, np.cumsum(sizes) - sizes, None)
         try:
-            width = padded_width(source.row_lengths, width)
+            width = padded_width(int(source.row_lengths.max(initial=0)), width)
             pad = pad_element(pad_value, TORCH_DTYPES[spec.dtype or ""])
         except InvalidRequestError as error:
             raise InvalidRequestError(f"field {name!r}: {error}") from error
