@@ -432,7 +432,7 @@ def test_a_host_beyond_loopback_needs_a_guard_and_the_refusal_names_each() -> No
     require_guard_beyond_loopback("localhost", guarded=False)
     require_guard_beyond_loopback("0.0.0.0", guarded=True)
     for host in ("0.0.0.0", "192.0.2.1", "::"):
-        with pytest.raises(ValueError, match=r"config\.token.*--token-file.*--tls-cert.*--insecure"):
+        with pytest.raises(ValueError, match=r"config\.token.*--token-file.*--insecure"):
             require_guard_beyond_loopback(host, guarded=False)
 
 
@@ -576,10 +576,10 @@ def test_an_address_that_is_not_here_is_no_port_that_is_taken() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("name", "offset"), [("gRPC", 0), ("ZMQ", 1), ("HTTP", 2)])
+@pytest.mark.parametrize(("name", "offset"), [("ZMQ", 0), ("gRPC", 1), ("HTTP", 2)])
 def test_each_port_of_a_service(name: str, offset: int, first: int) -> None:
     with socket.create_server(("127.0.0.1", first + offset)), pytest.raises(PortTakenError) as caught:
-        Controller(replace(CONFIG, port=first, http_port=first + 2)).start()
+        Controller(replace(CONFIG, port=first, grpc_port=first + 1, http_port=first + 2)).start()
     assert (caught.value.address, caught.value.holder) == (f"127.0.0.1:{first + offset}", SELF)
 
 
