@@ -20,6 +20,8 @@ EVERY = "Every command"
 CALLS = ("put_samples", "claim_meta", "get_batch")
 SHORT = {"put_samples": ("A small put", ["PutRows"]), "get_samples": ("A small read", ["LocateRows"])}
 """The short ways: title of the section, and commands."""
+PLANS = {"ledger/commands/short.py", "core/types.py"}
+"""Files that only the first call of a short way enters, which encodes or decodes the plan."""
 SIDES = {"client": "on the client", "controller": "in the controller"}
 """The first heading of the tables of a section."""
 
@@ -138,8 +140,6 @@ def small_walks(service: Service, walks: dict[str, Entered]) -> list[dict[str, E
     """Puts with space of their own, with space requested in advance, or with a part of that: the time between two puts
     decides. A put whose request was rejected sends a third command. That happens until the unit has reported the
     session to the controller."""
-    for _ in range(2):  # the second one takes the short ways, and warms their caches
-        service.walk(1, SMALL)
     return [walk for walk in (service.walk(1, SMALL) for _ in range(3)) if len(walk["put_samples"].commands) < 3]
 
 
@@ -188,7 +188,7 @@ def test_small_samples_enter_no_other_files(small_walks: list[dict[str, Entered]
     small = {path for walk in small_walks for path in getattr(walk[call], side)}
     ways = {"put_samples": "put_samples", "get_batch": "get_samples"}
     short = set(named_short(ways[call], side)) if call in ways else set()
-    assert sorted(small - set(named(call, side)) - short) == []
+    assert sorted(small - set(named(call, side)) - short - PLANS) == []
 
 
 @pytest.mark.integration
