@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,13 @@ from multiprocessing.process import BaseProcess
 import psutil
 import pytest
 import torch
+import zmq
 
 import dataplane
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.ledger import commands as c
+from dataplane.protocol import zmq_frames
+from dataplane.protocol.controller_socket import dealer_socket
 from tests import crowd
 from tests.faults.forks import forks
 from tests.restarts import wait_until
@@ -30,13 +36,14 @@ MOST_FILES = 8
 class Service:
     """`tq serve` where a process begins with 1,024 open files, as on many machines."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
+        environment = {**os.environ, **({"TQ_TOKEN": token} if token else {})}
         command = f"ulimit -Sn 1024 && exec {sys.executable} -m dataplane serve --capacity 64m --session-timeout 600"
-        self._process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
-        controller = psutil.Process(self._process.pid)
-        self._parts = [controller, *controller.children()]
+        self.controller = psutil.Process(self._process.pid)
+        self._parts = [self.controller, *self.controller.children()]
 
     def size(self) -> tuple[int, int]:
         """Bytes, but for shared memory, and open files."""
@@ -118,3 +125,32 @@ def few_files(service: Service, before: tuple[int, int]) -> tuple[int, int] | No
 
 def parked_claims(client: dataplane.DataPlaneClient) -> int:
     return sum(each.waiting_claims for each in client.stats().partitions if each.partition == "parked")
+
+
+HANDSHAKES = 8192
+AT_ONCE = 256
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_many_handshakes() -> None:
+    """Each of a client of its own. 5 s of the service's processor time were measured for all of them."""
+    token = "t" * 32
+    service = Service(token)
+    before = sum(service.controller.cpu_times()[:2])
+    with zmq.Context() as context:
+        context.max_sockets = 2 * AT_ONCE
+        for _ in range(HANDSHAKES // AT_ONCE):
+            peers = [dealer_socket(context, f"tcp://{service.address}", token) for _ in range(AT_ONCE)]
+            for peer in peers:
+                peer.send_multipart(zmq_frames.request(c.Identify(protocol_version=PROTOCOL_VERSION)))
+            for peer in peers:
+                assert peer.poll(int(1000 * LIMIT_S)), "no answer"
+                (reply,) = zmq_frames.Reply.parse(peer.recv_multipart())
+                assert reply.error is None
+                peer.close(linger=0)
+    print(f"{HANDSHAKES} handshakes: {sum(service.controller.cpu_times()[:2]) - before:.1f} s of processor time")
+    with dataplane.connect(service.address, token=token) as client:
+        client.stats()
+    service.end()
