@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import InternalError, InvalidRequestError
+from dataplane.core.types import PROTOCOL_VERSION
+from dataplane.errors import InternalError, InvalidRequestError, ProtocolVersionError
 from dataplane.ledger import Ledger
 from dataplane.ledger import commands as c
 from dataplane.ledger.commands import inputs
@@ -241,3 +242,19 @@ def test_a_log_of_records_rebuilds_the_ledger(seed: int) -> None:
     for item in driver.log:
         assert canonical(first.apply(item)) == canonical(again.apply(decode(encode(item))))
     assert fingerprint(first) == fingerprint(again)
+
+
+@pytest.mark.parametrize(
+    ("message", "theirs"),
+    [
+        (["OpenSession", "nonce", "host", "name", PROTOCOL_VERSION + 1, 0, 0, "", "later"], PROTOCOL_VERSION + 1),
+        (["OpenSession", "nonce", "host", 7, PROTOCOL_VERSION - 1], PROTOCOL_VERSION - 1),
+        (["Identify", PROTOCOL_VERSION + 1, "later"], PROTOCOL_VERSION + 1),
+    ],
+    ids=str,
+)
+def test_the_first_message_of_another_version_is_refused_by_its_version(message: list[Any], theirs: int) -> None:
+    """Whatever other fields it has."""
+    with pytest.raises(ProtocolVersionError) as caught:
+        decode_request(msgspec.msgpack.encode(message))
+    assert (caught.value.client_version, caught.value.service_version) == (theirs, PROTOCOL_VERSION)

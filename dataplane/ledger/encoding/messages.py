@@ -21,8 +21,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 import numpy as np
 
-from dataplane.core.types import INT64_MAX, INT64_MIN
-from dataplane.errors import InternalError, InvalidRequestError
+from dataplane.core.types import INT64_MAX, INT64_MIN, PROTOCOL_VERSION
+from dataplane.errors import InternalError, InvalidRequestError, ProtocolVersionError
 from dataplane.ledger import commands as c
 
 assert sys.byteorder == "little", "arrays are little-endian, and this machine is big-endian"
@@ -58,12 +58,27 @@ def decode(message: bytes | memoryview) -> c.Input:
 
 def decode_request(message: bytes) -> CallersInput:
     """Decode an input that a client or storage unit may send. Its arrays are read-only. Raises
-    `InvalidRequestError` for other bytes."""
+    `ProtocolVersionError` for the first message of another protocol version, `InvalidRequestError`
+    for other bytes."""
     try:
         item: CallersInput = _decode_request(message)
     except MALFORMED as error:
+        version = _version_of(message)
+        if version not in (None, PROTOCOL_VERSION):
+            raise ProtocolVersionError(client_version=version, service_version=PROTOCOL_VERSION) from error
         raise _malformed(error, message) from error
     return item
+
+
+def _version_of(message: bytes) -> int | None:
+    """Return the protocol version in the first message of a client or storage unit, whose other fields may differ
+    from those of this version; None for another message."""
+    try:
+        items = _split.decode(message)
+        place = _VERSION_AT.get(_text.decode(items[0]))
+        return None if place is None else _integer.decode(items[place])
+    except (*MALFORMED, IndexError):
+        return None
 
 
 def call_id_of(message: bytes) -> int:
@@ -167,6 +182,10 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
 _integer = msgspec.msgpack.Decoder(int)
+_VERSION_AT = {
+    kind.__name__: 1 + kind.__struct_fields__.index("protocol_version") for kind in (c.OpenSession, c.Identify)
+}
+"""The position of the protocol version, which is the same in every version, by the name of the message."""
 
 
 def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
