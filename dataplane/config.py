@@ -180,7 +180,8 @@ class DataPlaneConfig:
             # A bool is also an instance of Integral and Real, but not accepted as a number.
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 expected = " or ".join(each.__name__ for each in types if each is not type(None))
-                raise TypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}")
+                shown = "" if name == "token" else f"={value!r}"
+                raise TypeError(f"{name}{shown}: expected {expected}, got {type(value).__name__}")
 
     def _check_transport(self) -> None:
         """Raise ValueError for an unknown bulk transport, or one that the other settings exclude."""

@@ -46,7 +46,6 @@ def test_bad_settings_are_named(settings: dict[str, Any]) -> None:
         {"capacity_bytes": 1e9},
         {"heartbeat_s": "2"},
         {"force_remote": "yes"},
-        {"token": 7},
         {"units": None},
     ],
 )
@@ -105,6 +104,12 @@ def test_tls_files_come_all_from_one_place(monkeypatch: pytest.MonkeyPatch) -> N
     assert tls == TlsFiles(cert_file="env-CERT", key_file="env-KEY", ca_file="env-CA")
     own = DataPlaneConfig(tls_cert_file="a", tls_key_file="b")
     assert own.with_environment().tls == TlsFiles(cert_file="a", key_file="b")
+
+
+def test_a_token_of_another_type_is_not_shown() -> None:
+    with pytest.raises(TypeError, match=r"^token: expected str") as caught:
+        DataPlaneConfig.of({"token": b"secret"})
+    assert "secret" not in str(caught.value)
 
 
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,6 +371,7 @@ def test_no_secret_is_in_a_log_a_repr_or_an_error(
             told += [repr(refused.value), str(refused.value), str(refused.value.facts)]
             assert wrong not in told[-1]
         keys = controller_keys(TOKEN)
+        told.append(repr(keys))
         client.register_partition("q", ["x"], None, ["t"])
         client.put_samples(["a"], "q", {"x": torch.ones(1, 4)})
         server._units[0].stop()

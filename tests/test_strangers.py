@@ -24,7 +24,7 @@ from h2.connection import H2Connection
 from h2.events import ResponseReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
-from dataplane import connect, serve
+from dataplane import ServiceUnavailableError, connect, serve
 from dataplane.controller import grpc_public, grpc_server
 from dataplane.controller.controller import Controller
 from dataplane.core.addresses import split_address
@@ -150,6 +150,9 @@ def test_handshakes_that_are_too_many_are_hung_up_on(monkeypatch: pytest.MonkeyP
             peers[-1].sendall(greeting(ENCRYPTED if endpoint == "controller" else b"PLAIN"))
         wait_until(lambda: has_ended(peers[-1]), "the last one to be hung up on")
         assert not any(map(has_ended, peers[:4]))
+        # The service may be too busy for a client with the right token, which is not told that its token is wrong.
+        with contextlib.suppress(ServiceUnavailableError):
+            connect(server.address, token=TOKEN, connect_timeout_s=2.0).close()
         for peer in peers:
             peer.close()
         with connect(server.address, token=TOKEN, force_remote=True) as client:

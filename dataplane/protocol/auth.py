@@ -28,9 +28,9 @@ STRETCH_ROUNDS = 50_000
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE key pair, in z85 (40 characters each)."""
+    """A CURVE key pair, in z85 (40 characters each). The public key of a controller is a secret, too."""
 
-    public: str
+    public: str = field(repr=False)
     secret: str = field(repr=False)
 
     @classmethod

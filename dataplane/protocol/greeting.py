@@ -6,12 +6,13 @@ reconnects until it succeeds. So a client exchanges greetings (ZMTP 3.1) on a co
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from dataplane.core.addresses import dial, dialed
-from dataplane.errors import AuthenticationError, ServiceUnavailableError
+from dataplane.errors import AuthenticationError, DataPlaneError, ServiceUnavailableError
 
 SILENT = "check that its process is not stopped and its machine is not overloaded"
 """The remedy for a service that does not answer."""
@@ -22,6 +23,8 @@ LOOK_S = 0.1
 """Interval of the calls of `check`."""
 BUSY_S = 0.2
 """Delay before another attempt to reach a service that closes connections."""
+KEPT_S = 0.4
+"""A service that keeps a connection for so long has not closed it because of too many."""
 _GREETING_BYTES = 64
 _SIGNATURE = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
 _VERSION = b"\x03\x01"
@@ -53,6 +56,8 @@ def reach(address: str, token: str | None, deadline: float, check: Callable[[], 
     while True:
         try:
             greeted = _greet(address, deadline, ENCRYPTED if token else OPEN, check)
+        except DataPlaneError:  # some are also an OSError
+            raise
         except ConnectionRefusedError as error:
             why = f"cannot connect to it: {error.strerror or error}; start one with `tq serve` or dataplane.serve()"
             raise _unavailable(address, why) from error
@@ -72,9 +77,22 @@ def reach(address: str, token: str | None, deadline: float, check: Callable[[], 
             return greeted.address
 
 
-def _greet(address: str, deadline: float, mechanism: bytes, check: Callable[[], None]) -> Greeted:
-    """Exchange greetings with the server at `address`. Raises OSError if it cannot be reached, TimeoutError without an
-    errno if it is silent, EOFError if it closes the connection, `ServiceUnavailableError` if it is no ZMQ server."""
+def keeps_connections(address: str, check: Callable[[], None]) -> bool:
+    """Whether the service with a token at `address` keeps a connection that says nothing after the greeting. One that
+    has too many closes some at once. Blocks for about a second at most."""
+    try:
+        _greet(address, time.monotonic() + KEPT_S, ENCRYPTED, check, linger_s=KEPT_S)
+    except (OSError, EOFError):
+        return False
+    return True
+
+
+def _greet(
+    address: str, deadline: float, mechanism: bytes, check: Callable[[], None], *, linger_s: float = 0.0
+) -> Greeted:
+    """Exchange greetings with the server at `address`, and keep the connection for `linger_s`. Raises OSError if it
+    cannot be reached, TimeoutError without an errno if it is silent, EOFError if it closes the connection,
+    `ServiceUnavailableError` if it is no ZMQ server."""
     own = greeting(mechanism)
     with dial(address, max(0.001, deadline - time.monotonic())) as peer:
         reached = dialed(peer)
@@ -83,11 +101,11 @@ def _greet(address: str, deadline: float, mechanism: bytes, check: Callable[[], 
         received = b""
         while len(received) < _GREETING_BYTES:
             check()
+            if time.monotonic() >= deadline:
+                raise TimeoutError
             try:
                 data = peer.recv(_GREETING_BYTES - len(received))
             except TimeoutError:
-                if time.monotonic() >= deadline:
-                    raise
                 continue
             if not data:
                 raise EOFError
@@ -95,6 +113,11 @@ def _greet(address: str, deadline: float, mechanism: bytes, check: Callable[[], 
             if received[:1] != own[:1]:
                 raise _unavailable(address, NO_SERVICE)
         peer.sendall(own[_MECHANISM_AT:])  # so that the server logs a client with another mechanism
+        if linger_s:
+            peer.settimeout(linger_s)
+            with contextlib.suppress(TimeoutError):  # it is still open
+                if not peer.recv(1):
+                    raise EOFError
     return Greeted(reached, received[_MECHANISM_AT : _MECHANISM_AT + _MECHANISM_BYTES].rstrip(b"\0"))
 
 

@@ -75,7 +75,11 @@ def _message(requests_so_far: list[bytes]) -> list[bytes]:
 
 
 def split_requests(frames: Sequence[bytes]) -> list[bytes]:
-    """Return the requests in a message. Raises `InvalidRequestError` if it is malformed."""
+    """Return the requests in a message. Raises `InvalidRequestError` if it is malformed, `RequestTooLargeError` if it
+    is too large."""
+    size = sum(map(len, frames))
+    if size > MAX_MESSAGE_BYTES:
+        raise RequestTooLargeError(wanted_bytes=size, limit_bytes=MAX_MESSAGE_BYTES, what="a message")
     if not frames or frames[0] != JOINED:
         return [frames[0] if len(frames) == 1 else b"".join(frames)]
     if len(frames) - 1 > MAX_JOINED:

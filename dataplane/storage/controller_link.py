@@ -45,7 +45,7 @@ from dataplane.protocol.controller_socket import (
     wrong_token,
 )
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
-from dataplane.protocol.greeting import reach
+from dataplane.protocol.greeting import keeps_connections, reach
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class UnitLink:
                 return
             except _BrokenError as broken:
                 error = broken.cause
-                rejections += broken.rejected
+                rejections += broken.rejected and keeps_connections(resolve(self._address), self._check_open)
             if rejections == REJECTIONS:
                 raise wrong_token(self._address)
             if not isinstance(error, TRANSIENT) or self._end_reason(error, deadline):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from dataplane.controller.requests import Facts, Reply
 from dataplane.controller.zmq_server import ZmqServer
-from dataplane.errors import InvalidRequestError, ServiceUnavailableError
+from dataplane.errors import InvalidRequestError, RequestTooLargeError, ServiceUnavailableError
 from dataplane.ledger import commands as c
 from dataplane.ledger.encoding import messages
 from dataplane.protocol import zmq_frames
@@ -177,3 +179,35 @@ def test_a_unit_whose_descriptor_has_another_connection_is_lost(
     link.caller = b"of an earlier connection"
     said(server, units, dealer, c.Heartbeat(session=5))
     assert units.kinds == [c.AddUnit, c.UnitLost, c.Heartbeat]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cookie": ""},
+        {"capacity_bytes": -1},
+        {"backed_bytes": -1},
+        {"endpoints": ("foo",)},
+        {"curve_key": "short"},
+        {"unit": -1},
+    ],
+    ids=str,
+)
+def test_an_offer_with_impossible_values_is_refused(
+    server: ZmqServer, connect: Callable[[], Socket], wrong: dict[str, Any]
+) -> None:
+    units = Units()
+    reply = said(server, units, connect(), msgspec.structs.replace(add_unit(), **wrong))
+    assert isinstance(reply.error, InvalidRequestError)
+    assert units.items == []
+
+
+def test_a_message_whose_frames_are_too_large_together_is_refused(
+    server: ZmqServer, connect: Callable[[], Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_frames, "MAX_MESSAGE_BYTES", 100)
+    dealer = connect()
+    dealer.send_multipart([bytes(60), bytes(60)])
+    assert server.socket.poll(WAIT_MS)
+    assert server.serve(Units())
+    assert isinstance(heard(dealer).error, RequestTooLargeError)

@@ -22,6 +22,16 @@ TEXT = st.text(max_size=8)
 SCALAR = st.one_of(
     st.none(), st.booleans(), TEXT, INT64, st.floats(allow_nan=False), st.sampled_from([-(1 << 63), (1 << 63) - 1])
 )
+NATURAL = st.integers(0, (1 << 63) - 1)
+OFFERED = {
+    "cookie": st.text(min_size=1, max_size=8),
+    "capacity_bytes": NATURAL,
+    "backed_bytes": NATURAL,
+    "unit": NATURAL,
+    "endpoints": st.lists(st.sampled_from(["ipc://@tq", "tcp://host:1"]), max_size=3).map(tuple),
+    "curve_key": st.sampled_from(["", "k" * 40]),
+}
+"""Fields of an `AddUnit` that do not take every value of their type."""
 SPECS = st.builds(
     FieldSpec,
     kind=st.none() | st.sampled_from(list(FieldKind)),
@@ -95,7 +105,7 @@ def of_type(value_type: type[c.Value]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(value_type)
     fields = ((name, hints[name]) for name in value_type.__struct_fields__)
     parts = {name: of_hint(hint) for name, hint in fields if "Error" not in str(hint)}
-    return st.builds(value_type, **parts)
+    return st.builds(value_type, **parts | (OFFERED if value_type is c.AddUnit else {}))
 
 
 def plain(value: Any, *, by_name: bool = False) -> Any:

@@ -45,7 +45,7 @@ from dataplane.protocol.controller_socket import (
     unconnected_dealer,
     wrong_token,
 )
-from dataplane.protocol.greeting import NO_SERVICE, SILENT, reach
+from dataplane.protocol.greeting import NO_SERVICE, SILENT, keeps_connections, reach
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def _connect(
         try:
             return _connect_once(config, context, address, command, deadline, given_up)
         except _HandshakeFailedError as error:
-            rejected += is_rejected(error.took_s)
+            rejected += is_rejected(error.took_s) and keeps_connections(address, lambda: None)
             if rejected == REJECTIONS:
                 raise wrong_token(address) from None
             log.info("Service at %s ended a handshake; connecting again", address)

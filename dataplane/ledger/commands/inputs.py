@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from dataplane.core.types import Checksums
 from dataplane.errors import DataPlaneError
@@ -97,14 +99,14 @@ class AddUnit(Input, frozen=True, kw_only=True):
     name: str
     host: str
     epoch: Int64
-    cookie: str
-    capacity_bytes: Int64
-    backed_bytes: Int64
-    endpoints: tuple[str, ...]
+    cookie: Annotated[str, msgspec.Meta(min_length=1)]
+    capacity_bytes: Natural
+    backed_bytes: Natural
+    endpoints: tuple[Annotated[str, msgspec.Meta(pattern="^(ipc|tcp)://.")], ...]
     arena_path: str
-    unit: Int64 = 0
+    unit: Natural = 0
     instead_of: str = ""
-    curve_key: str = ""
+    curve_key: Annotated[str, msgspec.Meta(pattern="^(.{40})?$")] = ""
     anew: bool = False
 
 
