@@ -439,7 +439,14 @@ def test_a_put_begins_with_asking_for_space(told: Told) -> None:
     assert (moved["put_samples"], moved["new_samples"], moved["put_bytes"]) == (4, 2, 96)
 
 
-def test_a_read_ends_with_its_release(told: Told) -> None:
+def test_a_brief_read_is_shown_while_its_rows_are_located(told: Told) -> None:
+    """Its end is not told."""
+    told.call(c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",), brief=True), located(1))
+    assert told.spans() == [("get", "x", 1, 24, 100.0, 100.5)]
+    assert told.recorder.moved["got_bytes"] == 24
+
+
+def test_a_read_of_views_ends_with_its_release(told: Told) -> None:
     read = c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("x",))
     call_id = told.call(read, located(1))
     assert told.spans() == []

@@ -210,14 +210,14 @@ class Recorder:
         self._timeline.add((session, "put", partition, names, samples, nbytes, began, now))
 
     def _count_locate(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
-        """Count a get. Its span is added when its Release is answered."""
+        """Count a get."""
         samples = len(result.rows)
         nbytes = 0
         for field in result.fields:
             lengths = field.lengths.clip(0) if command.missing_ok else field.lengths  # negative: the value is missing
             if field.spec.settled:  # the size of a value is known
                 nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * field.spec.unit_bytes
-        self._count_get(call, command.partition, command.fields, samples, nbytes, began, now)
+        self._count_get(call, command.partition, command.fields, samples, nbytes, began, now, brief=command.brief)
 
     def _count_locate_rows(
         self, call: c.Call, command: c.LocateRows, result: c.RowsLocated, began: float, now: float
@@ -226,7 +226,7 @@ class Recorder:
         if result.general is None:
             plan = decode_plan(command.plan)
             nbytes = plan.nbytes(result.lengths)
-            self._count_get(call, command.partition, plan.names, len(result.rows), nbytes, began, now)
+            self._count_get(call, command.partition, plan.names, len(result.rows), nbytes, began, now, brief=True)
 
     def _count_get(
         self,
@@ -237,19 +237,24 @@ class Recorder:
         nbytes: int,
         began: float,
         now: float,
+        *,
+        brief: bool,
     ) -> None:
-        """Count a get, whose call to locate the rows took from `began` to `now`."""
+        """Count a get, whose call to locate the rows took from `began` to `now`. The span of a brief one (see `Locate`)
+        is that call. The span of another one is added when its Release is answered."""
         moved = self._moved(partition)
         moved["got_samples"] += samples
         moved["got_bytes"] += nbytes
         second = self._flow.second_at(now + self._unix_s)
         second.gets += samples
         second.get_bytes += nbytes
-        reading = partition, fields, samples, nbytes, began
-        self._reading.store((call.session, call.call_id), reading)
+        if brief:
+            self._timeline.add((call.session, "get", partition, fields, samples, nbytes, began, now))
+        else:
+            self._reading.store((call.session, call.call_id), (partition, fields, samples, nbytes, began))
 
     def _count_release(self, call: c.Call, command: c.Release, result: c.Done, began: float, now: float) -> None:
-        """Add the span of a get, which has read its bytes between its Locate and this Release."""
+        """Add the span of a get that is not brief: it has read its bytes between its Locate and this Release."""
         reading = self._reading.pop((call.session, command.located), None)
         if reading is not None:
             partition, fields, samples, nbytes, locate_began = reading
