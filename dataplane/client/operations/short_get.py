@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.short_put import UNCERTAIN_ERRORS
-from dataplane.client.operations.steps import EndRead, Operation, Send, Work, always, never
+from dataplane.client.operations.steps import EndRead, Operation, Send, Work
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import units_of
@@ -40,8 +40,6 @@ from dataplane.ledger.commands.short import PlanColumn, encode_plan
 MAX_ROWS = 64
 MAX_COLUMNS = 64
 """Maximum numbers of samples and columns of a small read."""
-SMALL_LENGTHS = SMALL_BYTES // 8
-"""Maximum number of values, times the longest one, that are copied without another thread."""
 MAX_PLANS = 256
 """Maximum number of plans that a session remembers."""
 
@@ -163,9 +161,7 @@ def get_short(
             memory = session_state.connections.readable_memory(located.unit)
         if memory is not None:
             copy = partial(_copy, session_state, plan, located, memory, padding)
-            width = 0 if padding is None else padding.width
-            most = len(located.lengths) * max(width, *located.lengths)
-            data = yield Work(copy, always if most <= SMALL_LENGTHS else never)
+            data = yield Work(copy, partial(_is_small, plan, located, padding))
             if armed:
                 failpoint("get.copied")
             if not session_state.lock_stands:
@@ -180,6 +176,18 @@ def get_short(
     if located.general is not None and len(units_of(located.general.fields)) > 1:
         session_state.read_plans[plan.key] = None  # the next such read would be in vain, too
     return (yield from general())
+
+
+def _is_small(plan: ReadPlan, located: c.RowsLocated, padding: Padding | None) -> bool:
+    """Return whether the copies have at most `SMALL_BYTES`, if every row were as long as the longest of its column."""
+    count = len(located.rows)
+    nbytes = 0
+    for first, column in zip(range(0, count * len(plan.columns), count), plan.columns, strict=True):
+        longest = max(located.lengths[first : first + count])
+        if padding is not None and column.kind is FieldKind.JAGGED:
+            longest = max(longest, padding.width)
+        nbytes += count * longest * column.unit_bytes
+    return nbytes <= SMALL_BYTES
 
 
 def _copy(
