@@ -117,7 +117,7 @@ class RawSessions:
                 self._beaten(session, frames)
                 return
             body = zmq_frames.Reply.parse(frames)[0].good_body()
-            welcome = messages.decode_as(zmq_frames.Welcome, body)
+            welcome = messages.decode_with(zmq_frames.WELCOME, body)
             session.session_id = welcome.opened.session
             session.heartbeat_s = welcome.heartbeat_s
             session.calls = CallIds(session.session_id)
@@ -139,7 +139,7 @@ class RawSessions:
 
     def _beaten(self, session: RawSession, frames: list[bytes]) -> None:
         (reply,) = zmq_frames.Reply.parse(frames)
-        beat = messages.decode_as(zmq_frames.HeartbeatReply, reply.good_body())
+        beat = messages.decode_with(zmq_frames.HEARTBEAT_REPLY, reply.good_body())
         session.min_heartbeat_s = beat.min_heartbeat_s
         self.beats += 1
 
